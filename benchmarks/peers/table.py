@@ -341,9 +341,10 @@ def main(arguments: list[str] | None = None) -> None:
         draw(report, options.report.with_name(name))
     if options.publish:
         page = DOCS / "results.md"
-        page.write_text(published(page.read_text(), report))
+        page.write_text(text := published(page.read_text(), report))
         for name, draw in pictures.values():
-            draw(report, DOCS / "pictures" / name)
+            if name in text:
+                draw(report, DOCS / "pictures" / name)
         for part, name in FILES.items():
             if part in report:
                 rest = {key: value for key, value in report.items() if key not in FILES.keys() - {part}}
