@@ -339,7 +339,7 @@ def test_shares_in_parts_of_any_size(monkeypatch, start, end, sink, scratch):
     layer = SimpleNamespace(impl=SimpleNamespace(scale=dim**-0.5))
     scores = PromptScores(kv_heads, 2, size)
     plan = GroupPlan(repeats={"shadow": Repetition(3, prompt, start, end, sink)})
-    scores.begin(Start(plan, set(), set(), set(), None))
+    scores.begin(Start(plan, set(), set(), set(), set(), None))
     metadata, done = SimpleNamespace(block_table=torch.stack((torch.zeros_like(table), table))), 64
 
     def step_of(req_ids, starts, lens):
@@ -359,9 +359,9 @@ def test_shares_in_parts_of_any_size(monkeypatch, start, end, sink, scratch):
     shares = logits.masked_fill(~(seen & (place <= place[:, None])), -torch.inf)[:, :, prompt:].softmax(-1)
     want = torch.zeros(2, kv_heads, prompt)
     want[:, :, start:end] = shares[..., start:end].unflatten(1, (kv_heads, -1)).amax((2, 3))
-    scores.begin(Start(GroupPlan(scored={"asker": (3, 64)}, forgotten=[3]), set(), set(), set(), None))
+    scores.begin(Start(GroupPlan(scored={"asker": (3, 64)}, forgotten=[3]), set(), set(), set(), set(), None))
     got, positions = scores.judged("asker", 79)
     torch.testing.assert_close(got[:, :, :64], want[:, :, :64])
     assert not got[:, :, 64:].any() and positions[1, 1].tolist() == list(range(80)) and not scores.numbers
-    scores.begin(Start(GroupPlan(), {"asker", "shadow"}, set(), set(), None))
+    scores.begin(Start(GroupPlan(), {"asker", "shadow"}, set(), set(), set(), None))
     assert scores.is_empty

@@ -234,7 +234,7 @@ def test_sums_that_were_set_aside_go_on():
     for number, req_id in enumerate("ab"):
         sums.start(req_id, scoring)
         sums._sums[sums._slots[req_id]] = 1.0 + number
-    sums.count_holes("a", 2)
+    sums.set_holes("a", 2)
     sums.park("a")
     assert "a" not in sums
     sums.start("c", scoring)  # takes its row

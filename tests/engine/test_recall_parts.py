@@ -17,6 +17,7 @@ from test_recall import HOST, QUEST
 from test_refusals_backends import plain_config
 
 from vllm_evict.compute import pinned
+from vllm_evict.compute.holes import Holes
 from vllm_evict.compute.kernels.bounds import bound_scores, bound_scores_reference, key_bounds
 from vllm_evict.compute.offload import Offload, OffloadedBlocks
 from vllm_evict.compute.offload_pages import MemoryPages
@@ -28,6 +29,7 @@ from vllm_evict.core.mechanisms.base import Due, Misses
 from vllm_evict.core.mechanisms.recall import Looks, Recalled
 from vllm_evict.core.offload import OffloadPool
 from vllm_evict.core.plan import Copy, EvictionPlan, GroupPlan
+from vllm_evict.core.residence import HOLE
 from vllm_evict.integration.engine.offloading import Offloading
 from vllm_evict.integration.engine.spec import host_blocks
 from vllm_evict.integration.start import machine
@@ -167,14 +169,37 @@ def test_a_missing_report_counts_once(due, misses):
     assert len(counted) == misses and blocks.of(Misses).count == 0
 
 
-def test_what_leaves_and_returns_before_workers_hear_of_it():
-    plan = GroupPlan()
-    plan.leave_holes("r", [3, 4])
-    plan.fill_holes("r", {4: 9})
-    assert plan.holes == {"r": [3]} and not plan.returned and plan.moved == {"r": {4: 9}}
-    plan.fill_holes("r", {7: 2})
-    plan.leave_holes("r", [7])
-    assert plan.holes == {"r": [3]} and not plan.returned and plan.moved == {"r": {4: 9}}
+def step(finished=(), new=()):
+    cached = SimpleNamespace(resumed_req_ids=set(), req_ids=[], new_block_ids=[])
+    new = [SimpleNamespace(req_id=req_id, block_ids=[table]) for req_id, table in new]
+    return SimpleNamespace(
+        finished_req_ids=set(finished), preempted_req_ids=None, scheduled_cached_reqs=cached, scheduled_new_reqs=new
+    )
+
+
+def test_a_plan_says_where_blocks_are_and_not_how_they_came_there():
+    """Blocks leave and come back, come back and leave, or move, before workers hear of it; requests end."""
+    holes = Holes(BLOCK)
+    assert holes.begin(step(new=[("r", [1, 2, 3, 4, 5, 6])]), GroupPlan(), 0).changed == set()
+    changes = {"r": {3: HOLE, 4: HOLE}}
+    assert holes.begin(step(), GroupPlan(changes), 0).changed == {"r"} and holes.of("r") == {3, 4}
+    # 4 came back and left again; 2 left and came back elsewhere; 1 moved.
+    changes = {"r": {4: HOLE, 2: 9, 1: 7}}
+    assert not holes.begin(step(), GroupPlan(changes), 0).changed and holes.of("r") == {3, 4}
+    assert dict(holes.changes(GroupPlan(changes))) == changes
+    assert holes.begin(step(), GroupPlan({"r": {4: 8, 3: 6}}), 0).changed == {"r"} and holes.of_request == {}
+    assert holes.begin(step(finished="r"), GroupPlan({"r": {5: HOLE}}), 0).gone == {"r"} and holes.of_request == {}
+
+
+def test_a_block_that_did_not_come_back_stays_a_hole_until_the_scheduler_knows():
+    holes, plan = Holes(BLOCK), GroupPlan({"r": {1: 8, 2: 9}})
+    holes.begin(step(new=[("r", [5, HOLE, HOLE, 6])]), GroupPlan(), 0)
+    holes.begin(step(), plan, 0)
+    assert holes.withhold([Copy("r", 0, "fetch", 9, 0)], plan) == [("r", 2)] and holes.of("r") == {2}
+    assert dict(holes.changes(plan)) == {"r": {1: 8, 2: HOLE}}
+    # It counts from the next step on; what the scheduler says of it later is nothing new.
+    assert holes.begin(step(), GroupPlan(), 0).changed == {"r"}
+    assert holes.begin(step(), GroupPlan({"r": {2: HOLE}}), 0).changed == set() and holes.count("r") == 1
 
 
 @pytest.mark.parametrize(

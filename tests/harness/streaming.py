@@ -6,6 +6,7 @@ import torch
 from engine import PLAN, after, greedy, random_prompt
 from oracle.replay import Request
 from parity import oracle_config
+from parts import holes_of
 from vllm.v1.request import RequestStatus
 
 BLOCK, CHUNK = 32, 96
@@ -44,7 +45,7 @@ class Sessions:
         scheduler = server.scheduler
 
         def plan(output, *_):
-            for req_id, holes in getattr(output, PLAN).groups[0].holes.items():
+            for req_id, holes in holes_of(getattr(output, PLAN).groups[0].changes).items():
                 self._pending.setdefault(req_id, []).extend(holes)
             for req_id, tokens in output.num_scheduled_tokens.items():
                 steps = self.steps.setdefault(req_id, [])
@@ -60,7 +61,7 @@ class Sessions:
             output.at = {req_id: len(self.steps[req_id]) - 1 for req_id in output.num_scheduled_tokens}
 
         def settle(_, output, *args):
-            for req_id, holes in scheduler._plan.groups[0].holes.items():
+            for req_id, holes in holes_of(scheduler.kv_managers[0].changes).items():
                 if req_id in output.at:
                     self.decided.setdefault(req_id, {})[output.at[req_id]] = sorted(holes)
 

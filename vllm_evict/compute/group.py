@@ -59,7 +59,7 @@ class GroupRuntime:
         self._viewed: tuple[Any, StepWork | None] | None = None
 
     @property
-    def with_holes(self) -> dict[str, list[int]]:
+    def with_holes(self) -> dict[str, set[int]]:
         """Request -> its holes, logical blocks."""
         return self.holes.of_request
 
@@ -105,7 +105,7 @@ class GroupRuntime:
             part.begin(start)
 
     def changes(self) -> Iterator[tuple[str, dict[int, int]]]:
-        """Yield requests whose tables change with this step, and {logical block: physical block, 0 for a hole}."""
+        """Yield requests whose tables change with this step, and {logical block: physical block, or `HOLE`}."""
         return self.holes.changes(self._plan)
 
     def obey(self, orders: Sequence[Any], all_reduce: AllReduce) -> HostTrouble | None:

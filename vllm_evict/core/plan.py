@@ -166,7 +166,8 @@ class GroupPlan:
     """The plan of one KV group.
 
     Attributes:
-        holes: request -> logical blocks evicted since the last plan.
+        changes: request -> {logical block: its physical block, or `HOLE`} of each block whose place changed since the
+            last plan. Workers replay it: only where a block is now counts, not how it came there.
         missing: request -> number of holes by which a worker foresees the next decision, in place of its count.
         track: request -> how workers measure it from this step on, from zero.
         untrack: requests that workers stop to measure.
@@ -174,57 +175,27 @@ class GroupPlan:
         report: request -> statistics that workers report with this step's output.
         judged: request from which this step's decision may evict tokens -> number of the decision. Workers copy its
             sums after the step.
-        moved: request -> {logical block: new physical block}.
         repeats: shadow that starts in this step -> the tokens that it repeats.
         scored: request -> (number of a prompt, tokens). The scores of these tokens become the request's.
         forgotten: numbers of prompts whose scores workers drop.
-        returned: request -> logical blocks that are no holes any more; `moved` says where they are.
         waiting: request -> its host blocks; bounds of their keys are scored with the resident ones in this step.
         parked: preempted requests whose sums workers set aside, as they will go on.
         restored: requests that go on where they were preempted, with the sums that were set aside.
     """
 
-    holes: dict[str, list[int]] = field(default_factory=dict)
+    changes: dict[str, dict[int, int]] = field(default_factory=dict)
     missing: dict[str, int] = field(default_factory=dict)
     track: dict[str, Scoring] = field(default_factory=dict)
     untrack: set[str] = field(default_factory=set)
     triggers: dict[str, int] = field(default_factory=dict)
     report: dict[str, frozenset[str]] = field(default_factory=dict)
     judged: dict[str, int] = field(default_factory=dict)
-    moved: dict[str, dict[int, int]] = field(default_factory=dict)
     repeats: dict[str, Repetition] = field(default_factory=dict)
     scored: dict[str, tuple[int, int]] = field(default_factory=dict)
     forgotten: list[int] = field(default_factory=list)
-    returned: dict[str, list[int]] = field(default_factory=dict)
     waiting: dict[str, Waiting] = field(default_factory=dict)
     parked: set[str] = field(default_factory=set)
     restored: set[str] = field(default_factory=set)
-
-    def leave_holes(self, req_id: str, blocks: list[int]) -> None:
-        """Note that a request lost some logical blocks."""
-        if came := self.returned.get(req_id):
-            # Workers have not heard that these came back: to them they are holes already.
-            back = [block for block in blocks if block in came]
-            blocks = [block for block in blocks if block not in back]
-            for block in back:
-                came.remove(block)
-                del self.moved[req_id][block]
-            if not came:
-                del self.returned[req_id]
-        if blocks:
-            self.holes.setdefault(req_id, []).extend(blocks)
-
-    def fill_holes(self, req_id: str, blocks: dict[int, int]) -> None:
-        """Note that logical blocks of a request are back: {logical block: physical block}."""
-        left = self.holes.get(req_id, [])
-        for block in blocks:
-            if block in left:  # workers have not heard that it went
-                left.remove(block)
-            else:
-                self.returned.setdefault(req_id, []).append(block)
-        if req_id in self.holes and not left:
-            del self.holes[req_id]
-        self.moved.setdefault(req_id, {}).update(blocks)
 
 
 @dataclass(slots=True)
@@ -271,8 +242,7 @@ class EvictionPlan:
     def forget(self, req_id: str, copies: bool = True) -> None:
         """Drop all orders about a request that has no block table any more; its copies too, unless they save it."""
         for group in self.groups:
-            of_group = (group.holes, group.missing, group.moved, group.track, group.triggers, group.scored)
-            for told in (*of_group, group.returned, self.rewound):
+            for told in (group.missing, group.track, group.triggers, group.scored, self.rewound):
                 told.pop(req_id, None)
             group.untrack.discard(req_id)
         self.compactions = [order for order in self.compactions if order.req_id != req_id]

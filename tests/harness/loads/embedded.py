@@ -306,14 +306,14 @@ class Run:
     def _check_tables(self):
         """Workers' block tables equal the scheduler's, except for entries that the next plan changes."""
         scheduler, batch = self.engine.scheduler, self.engine.worker.model_runner.input_batch
-        for manager, plan in zip(self.engine.managers, scheduler._plan.groups):
+        for manager in self.engine.managers:
             table = batch.block_table[manager.kv_cache_group_id].block_table.np
             for request in scheduler.running:
                 row = batch.req_id_to_index.get(request.request_id)
                 if row is None:
                     continue
                 blocks = [block.block_id for block in manager.req_to_blocks[request.request_id]]
-                untold = {*plan.holes.get(request.request_id, ()), *plan.moved.get(request.request_id, ())}
+                untold = set(manager.changes.get(request.request_id, ()))
                 differ = set(np.flatnonzero(table[row, : len(blocks)] != blocks).tolist())
                 assert differ <= untold, f"{request.request_id}: workers hold others at {sorted(differ - untold)}"
 

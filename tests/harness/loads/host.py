@@ -4,6 +4,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from parts import holes_of
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
@@ -95,7 +96,7 @@ class HostTier:
                 worker.counts.fetched += 1
                 continue
             # A block that the host has no room for is not copied before others take its place.
-            gone = at.get(copy.physical) in (None, *plan.groups[copy.group].holes.get(copy.req_id, ()))
+            gone = at.get(copy.physical) in (None, *holes_of(plan.groups[copy.group].changes).get(copy.req_id, ()))
             if whose != copy.req_id or not (gone or copy.req_id in told.parked):
                 raise Fault("host", f"{copy}: the host block is of {whose}, blocks of the request {at}")
             worker.memory[copy.physical] = self.memory[copy.number]

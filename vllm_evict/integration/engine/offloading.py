@@ -125,9 +125,7 @@ class Offloading(Offload):
         found = {logical: self.still_there(blocks, logical) for logical in returns}
         there = {logical: block for logical, block in found.items() if block is not None}
         back = self._manager.bring_back(action.req_id, returns, there)
-        blocks.residence.come_back(np.sort(action.returns))
         plan = self.view.next_plan
-        plan.groups[action.group].fill_holes(action.req_id, back)
         # A published block is never poisoned.
         intact = [logical for logical, block in there.items() if block.block_hash is not None or not self._poison]
         self.pool.fetch(plan, action.req_id, action.group, blocks, returns, list(back.values()), intact)
