@@ -298,6 +298,7 @@ class Steps:
     """Records each step of one request: its tokens, holes and rotations of its plan, holes decided after it."""
 
     def __init__(self, scheduler: Any) -> None:
+        from vllm_evict.core.actions import KeyRotation
         from vllm_evict.core.plan import PLAN
         from vllm_evict.core.residence import HOLE
 
@@ -314,7 +315,7 @@ class Steps:
                 plan = getattr(planned, PLAN)
                 changes = plan.groups[0].changes.get(req_id, {})
                 self._told.append([block for block, physical in changes.items() if physical == HOLE])
-                if any(move.req_id == req_id for move in plan.rotations):
+                if any(isinstance(order, KeyRotation) and order.req_id == req_id for order in plan.orders):
                     self._moved.add(len(self._told) - 1)
             return planned
 

@@ -27,7 +27,8 @@ from vllm_evict.compute.shape import Shape
 from vllm_evict.compute.tokens import TokenBuffers, TokenStep
 from vllm_evict.compute.work import StepWork
 from vllm_evict.config import KVPolicyConfig
-from vllm_evict.core.plan import PLAN, Compaction, EvictionPlan, GroupPlan, KeyRotation, Repetition, Scoring
+from vllm_evict.core.actions import Compaction, KeyRotation
+from vllm_evict.core.plan import PLAN, EvictionPlan, GroupPlan, Repetition, Scoring
 from vllm_evict.core.residence import HOLE
 from vllm_evict.integration.worker import worker
 from vllm_evict.policies import CACHED
@@ -284,7 +285,7 @@ def moved_up(wrap, to_device, monkeypatch):
     runtime = EvictionRuntime([GroupRuntime(config, Shape(SIZE, 4, 256, HEADS, LAYERS), store)])
     first = KeyRotation("r", 0, [0, 1, 4], [3, 5, 9], [12, 5, 9], [64, 64, 16], [False] * 3)
     for move in (first, KeyRotation("r", 0, [1, 4], [5, 9], [5, 9], [96, 48], [True] * 2)):
-        runtime.plan = EvictionPlan([GroupPlan()], rotations=[move])
+        runtime.plan = EvictionPlan([GroupPlan()], [move])
         runtime.rearrange(None)
     return caches
 

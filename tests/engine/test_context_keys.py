@@ -24,8 +24,9 @@ from vllm_evict.compute.originals import Originals
 from vllm_evict.compute.runtime import EvictionRuntime
 from vllm_evict.compute.shape import Shape
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
+from vllm_evict.core.actions import KeyRotation
 from vllm_evict.core.blocks import RequestBlocks
-from vllm_evict.core.plan import PLAN, EvictionPlan, GroupPlan, KeyRotation
+from vllm_evict.core.plan import PLAN, EvictionPlan, GroupPlan
 from vllm_evict.core.residence import HOLE
 from vllm_evict.integration.worker import positions
 
@@ -209,7 +210,7 @@ def step(runtime, moves=(), holes=()):
     output = SimpleNamespace(
         finished_req_ids=set(), preempted_req_ids=None, scheduled_cached_reqs=none, scheduled_new_reqs=[]
     )
-    setattr(output, PLAN, EvictionPlan([GroupPlan(changes={"r": dict.fromkeys(holes, HOLE)})], rotations=list(moves)))
+    setattr(output, PLAN, EvictionPlan([GroupPlan(changes={"r": dict.fromkeys(holes, HOLE)})], list(moves)))
     runtime.begin(output)
     runtime.rearrange(None)
 

@@ -9,13 +9,14 @@ from engine import PLAN, after, logprobs_of
 from oracle.replay import Config
 from oracle.tiny import make_tiny_llama
 from oracle.tokens import kvzip_scores, replay_tokens
-from parts import part_of
+from parts import orders_of, part_of
 
 from vllm_evict.compute import prompts as worker_prompts
 from vllm_evict.compute.holes import Start
 from vllm_evict.compute.probes import LayerCall
 from vllm_evict.compute.prompts import PromptScores
 from vllm_evict.config import KVPolicyConfig
+from vllm_evict.core.actions import Compaction
 from vllm_evict.core.plan import GroupPlan, Repetition
 from vllm_evict.integration.engine.reconstruction import Reconstructions, parts
 
@@ -151,7 +152,7 @@ def test_late_decisions(async_engine, model, dense):
         for req_id, count in output.num_scheduled_tokens.items():
             if not req_id.startswith("reconstruct"):
                 steps.append(count)
-                told.append([compaction.position for compaction in getattr(output, PLAN).compactions])
+                told.append([compaction.position for compaction in orders_of(getattr(output, PLAN), Compaction)])
 
     after(server.scheduler, "schedule", look)
     prompt = prompt_of(610, 40)

@@ -27,8 +27,8 @@ from vllm_evict.core.blocks import RequestBlocks
 from vllm_evict.core.mechanisms import Recall
 from vllm_evict.core.mechanisms.base import Due, Misses
 from vllm_evict.core.mechanisms.recall import Looks, Recalled
-from vllm_evict.core.offload import OffloadPool
-from vllm_evict.core.plan import Copy, EvictionPlan, GroupPlan
+from vllm_evict.core.offload import Copy, OffloadPool
+from vllm_evict.core.plan import EvictionPlan, GroupPlan
 from vllm_evict.core.residence import HOLE
 from vllm_evict.integration.engine.offloading import Offloading
 from vllm_evict.integration.engine.spec import host_blocks
@@ -64,7 +64,7 @@ def test_the_block_goes_that_was_unwanted_longest():
     pool.fetch(plan, "a", 0, a, [3], [6])
     pool.release(plan, b)
     assert not a.residence.host and not b.residence.host and pool.used == 0
-    assert [(copy.kind, copy.physical) for copy in plan.copies] == [
+    assert [(copy.kind, copy.physical) for copy in plan.orders] == [
         ("spill", 7),
         ("spill", 8),
         ("spill", 9),
@@ -80,13 +80,13 @@ def test_what_goes_for_a_block_does_not_take_its_place_on_the_host():
     assert pool.spill(plan, "a", 0, a, [5, 6], [9, 10], coming=[0, 1]) == [a, a]
     assert (
         numbers_of(a) == {3: 0, 4: 1}
-        and a.state.counts["spilled"] == len(plan.copies) == a.state.counts["dropped"] == 2
+        and a.state.counts["spilled"] == len(plan.orders) == a.state.counts["dropped"] == 2
     )
     # One comes back: the other one is dropped.
     assert pool.spill(plan, "a", 0, a, [5], [9], coming=[0]) == [a]
     assert (
         numbers_of(a) == {3: 0, 5: 1}
-        and a.state.counts["spilled"] == len(plan.copies) == a.state.counts["dropped"] == 3
+        and a.state.counts["spilled"] == len(plan.orders) == a.state.counts["dropped"] == 3
     )
 
 
@@ -195,7 +195,7 @@ def test_a_block_that_did_not_come_back_stays_a_hole_until_the_scheduler_knows()
     holes, plan = Holes(BLOCK), GroupPlan({"r": {1: 8, 2: 9}})
     holes.begin(step(new=[("r", [5, HOLE, HOLE, 6])]), GroupPlan(), 0)
     holes.begin(step(), plan, 0)
-    assert holes.withhold([Copy("r", 0, "fetch", 9, 0)], plan) == [("r", 2)] and holes.of("r") == {2}
+    assert holes.withhold([("r", 9)], plan) == [("r", 2)] and holes.of("r") == {2}
     assert dict(holes.changes(plan)) == {"r": {1: 8, 2: HOLE}}
     # It counts from the next step on; what the scheduler says of it later is nothing new.
     assert holes.begin(step(), GroupPlan(), 0).changed == {"r"}
@@ -374,5 +374,5 @@ def test_without_a_host_nothing_is_planned_for_it(engine):
     assert part_of(server.runtime, Offload) is None and not any(
         name.startswith("host") for name, *_ in server.metrics()
     )
-    assert all(not plan.copies and not plan.rewound and not plan.groups[0].waiting for plan in plans)
+    assert all(not plan.orders and not plan.rewound and not plan.groups[0].waiting for plan in plans)
     assert output.kv_usage.spilled_blocks is None and "spilled_blocks" not in output.kv_usage.as_dict()

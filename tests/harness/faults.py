@@ -219,7 +219,7 @@ MUTANTS = [
     Mutant(
         "plans of a request that ended stay",
         "core/plan.py",
-        "self.compactions = [order for order in self.compactions if order.req_id != req_id]",
+        "self.orders = [order for order in self.orders if order.req_id != req_id or (saved and order.saves)]",
         "pass",
         ("load_scheduler", "tokens", "context"),
     ),

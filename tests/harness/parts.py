@@ -1,4 +1,4 @@
-"""The parts of a KV group's runtime, by their classes; and the holes of a plan."""
+"""The parts of a KV group's runtime, by their classes; holes and orders of a plan."""
 
 from types import SimpleNamespace
 
@@ -33,6 +33,11 @@ def holes_of(changes):
         req_id: [block for block, physical in blocks.items() if physical == HOLE] for req_id, blocks in changes.items()
     }
     return {req_id: blocks for req_id, blocks in holes.items() if blocks}
+
+
+def orders_of(plan, kind):
+    """The orders of one class, in the order of the plan."""
+    return [order for order in plan.orders if isinstance(order, kind)]
 
 
 def batch_of(req_ids, starts, seq_lens, lens, logical=None, held=None, **more):

@@ -225,9 +225,9 @@ def back_in_front(monkeypatch):
     fetch = OffloadPool.fetch
 
     def first(self, plan, *args):
-        before = len(plan.copies)
+        before = len(plan.orders)
         fetch(self, plan, *args)
-        plan.copies[:] = plan.copies[before:] + plan.copies[:before]
+        plan.orders[:] = plan.orders[before:] + plan.orders[:before]
 
     monkeypatch.setattr(OffloadPool, "fetch", first)
 

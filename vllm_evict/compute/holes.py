@@ -1,11 +1,11 @@
 """The holes of a KV group's requests: a worker's replay of what plans say."""
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Set
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.plan import Copy, GroupPlan
+from ..core.plan import GroupPlan
 from ..core.residence import HOLE
 
 
@@ -116,14 +116,21 @@ class Holes:
             # A block that did not come back is a hole, whatever the plan says.
             yield req_id, blocks | dict.fromkeys(blocks.keys() & self.of(req_id), HOLE)
 
-    def withhold(self, copies: Sequence[Copy], plan: GroupPlan) -> list[tuple[str, int]]:
-        """Keep holes whose blocks did not come back by these copies; return request and logical block of each."""
+    def withhold(self, lost: Iterable[tuple[str, int]], plan: GroupPlan) -> list[tuple[str, int]]:
+        """Keep holes whose blocks did not come back.
+
+        Args:
+            lost: request and physical block of each.
+            plan: of the step, by which they came back.
+
+        Returns:
+            Request and logical block of each.
+        """
         missing = []
-        for each in copies:
-            for block, physical in plan.changes.get(each.req_id, {}).items():
-                if physical == each.physical:
-                    self.of_request.setdefault(each.req_id, set()).add(block)
-                    self._withheld.add(each.req_id)
-                    missing.append((each.req_id, block))
+        for req_id, physical in lost:
+            for block in [block for block, its in plan.changes.get(req_id, {}).items() if its == physical]:
+                self.of_request.setdefault(req_id, set()).add(block)
+                self._withheld.add(req_id)
+                missing.append((req_id, block))
         self._lacks = [], self._lacks[1][:0]
         return missing

@@ -5,7 +5,7 @@ from collections.abc import Sequence, Set
 import numpy as np
 import torch
 
-from ..core.plan import KeyRotation
+from ..core.actions import KeyRotation
 from .holes import Holes, Start
 from .needs import Needs, Sizes
 from .parts import AllReduce, Mover

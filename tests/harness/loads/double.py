@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from parts import orders_of
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
+from vllm_evict.core.actions import Compaction, KeyRotation
 from vllm_evict.core.mechanisms.recall import BOUND
-from vllm_evict.core.plan import PLAN, REPORTS, EvictionPlan, KeyRotation, Report, Reports
+from vllm_evict.core.plan import PLAN, REPORTS, EvictionPlan, Report, Reports
 from vllm_evict.core.residence import HOLE
 from vllm_evict.policies import RUNNING
 
@@ -121,7 +123,7 @@ class Worker:
     def _rearrange(self, plan: EvictionPlan) -> dict[tuple[str, int], list[int]]:
         """Gather tokens and move blocks up; returns the tables that should come of it."""
         after: dict[tuple[str, int], list[int]] = {}
-        for each in plan.compactions:
+        for each in orders_of(plan, Compaction):
             group, bs = self.groups[each.group], self.block
             row = self._alive(each.req_id, "compaction")
             table = after.setdefault((each.req_id, each.group), list(row.tables[group]))
@@ -155,7 +157,7 @@ class Worker:
                 table[at] = 0
             row.reduced = True
             self.counts.compactions += 1
-        for each in plan.rotations:
+        for each in orders_of(plan, KeyRotation):
             self._move(each, after)
         return after
 

@@ -30,6 +30,9 @@ from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
 
+from parts import orders_of
+
+from vllm_evict.core.offload import Copy
 from vllm_evict.integration.engine.offloading import Offloading
 
 if __name__ == "__main__":
@@ -295,8 +298,8 @@ class Run:
     def _check_blocks(self):
         # The next plan fills these blocks.
         plan = self.engine.scheduler._plan
-        coming = {block for order in (*plan.compactions, *plan.rotations) for block in order.target}
-        coming |= {copy.physical for copy in plan.copies if copy.kind == "fetch"}
+        coming = {copy.physical for copy in orders_of(plan, Copy) if copy.kind == "fetch"}
+        coming |= {block for order in plan.orders if not isinstance(order, Copy) for block in order.target}
         for group, slices in zip(self.engine.all_managers, self._slices):
             blocks = {block.block_id for table in group.req_to_blocks.values() for block in table if not block.is_null}
             blocks = sorted(blocks - coming)

@@ -55,7 +55,7 @@ class HostTier:
         """Copy blocks in the plan's order; returns for requests and groups which logical blocks came, and where to."""
         where: dict[tuple[str, int], dict[int, int]] = {}
         came: dict[tuple[str, int], dict[int, int]] = {}
-        for copy in plan.copies:
+        for copy in plan.orders:
             if copy.kind == "poison":
                 self.held.pop(copy.number, None)
                 self.memory[copy.number] = POISON
@@ -183,5 +183,5 @@ class HostInvariants:
         scheduler, pool = self.scheduler, self.scheduler.part(Offloading).pool
         if pool.used or pool._saved or sorted(pool._free) != list(range(pool.blocks)) or self.worker.host.held:
             raise Fault("left", f"host blocks {pool._held}, {len(pool._free)} of {pool.blocks} are free")
-        if scheduler._plan.rewound or any(copy.kind != "poison" for copy in scheduler._plan.copies):
-            raise Fault("left", f"of plans: {scheduler._plan.rewound}, {scheduler._plan.copies}")
+        if scheduler._plan.rewound or any(copy.kind != "poison" for copy in scheduler._plan.orders):
+            raise Fault("left", f"of plans: {scheduler._plan.rewound}, {scheduler._plan.orders}")

@@ -356,7 +356,7 @@ class Invariants(HostInvariants):
             told = {name: getattr(group, name) for name in group.__slots__ if name not in ("forgotten",)}
             if any(told.values()):
                 raise Fault("left", f"of plans: {told}")
-        if scheduler._plan.compactions or scheduler._plan.rotations:
+        if any(order.req_id for order in scheduler._plan.orders):
             raise Fault("left", f"orders: {scheduler._plan}")
         for reconstructions in scheduler.mechanisms.of(Reconstructions):
             for name in ("_jobs", "_shadow", "_hidden"):

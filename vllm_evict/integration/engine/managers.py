@@ -344,9 +344,10 @@ class EvictableManager(hole_aware(FullAttentionManager)):  # type: ignore[misc] 
 
     def _place(self, request_id: str, blocks: Mapping[int, KVCacheBlock]) -> None:
         """Put blocks of the pool, or the null block, into a request's table: {logical block: block}."""
-        table, changes = self.req_to_blocks[request_id], self.changes.setdefault(request_id, {})
+        table = self.req_to_blocks[request_id]
         for index, block in blocks.items():
-            table[index], changes[index] = block, block.block_id
+            table[index] = block
+            self.changes.setdefault(request_id, {})[index] = block.block_id
 
     def blocks_at(self, request_id: str, indices: np.ndarray) -> list[int]:
         """Return the physical blocks of a request at logical blocks `indices`, int64 [k]."""

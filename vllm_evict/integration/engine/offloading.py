@@ -13,7 +13,7 @@ from ...core.actions import Action, Applied, Evict
 from ...core.blocks import RequestBlocks
 from ...core.mechanisms import Offload
 from ...core.offload import OffloadPool
-from ...core.plan import TROUBLE, HostTrouble
+from ...core.plan import TROUBLE, Trouble
 from ...core.residence import Where
 from ...environment import poison_mode
 from ..start.attending import kv_heads
@@ -140,7 +140,7 @@ class Offloading(Offload):
         if (trouble := getattr(output, TROUBLE, None)) is not None:
             self._lose(trouble)
 
-    def _lose(self, trouble: HostTrouble) -> None:
+    def _lose(self, trouble: Trouble) -> None:
         """Go on without the host, where blocks could not be written or read: all host blocks are dropped.
 
         Blocks that did not come back become holes; workers take them for holes already.

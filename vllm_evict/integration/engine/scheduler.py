@@ -383,11 +383,10 @@ class EvictionMixin(Base):
 
     def _free_request_blocks(self, request: Request) -> None:
         blocks = self.residents.get(request.request_id)
-        # A request that is preempted and saved keeps what the host has; blocks that come back with this plan are saved
-        # by it too.
-        saves = blocks is not None and blocks.residence.saved is not None and request.status == RequestStatus.RUNNING
-        self._plan.forget(request.request_id, copies=not saves)
-        if not saves:
+        # A request that is preempted and saved keeps what is saved.
+        saved = blocks is not None and blocks.residence.saved is not None and request.status == RequestStatus.RUNNING
+        self._plan.forget(request.request_id, saved)
+        if not saved:
             self.mechanisms.call("on_free", request)
         super()._free_request_blocks(request)
 
