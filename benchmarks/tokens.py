@@ -22,6 +22,8 @@ from engines import decoding, make_llm, random_prompts, timed_steps
 from models import Shape, make_model
 from reports import in_child, progress, publish, run_script
 
+from vllm_evict.core.actions import Compaction
+
 GRANULARITIES = ("block", "token")
 
 
@@ -46,7 +48,7 @@ def child(spec: dict) -> dict:
     rearrange, spent = worker.kv_evict.rearrange, {"seconds": 0.0, "kept": 0, "compactions": 0}
 
     def timed(*args: object) -> None:
-        plans = worker.kv_evict.plan.compactions
+        plans = [order for order in worker.kv_evict.plan.orders if isinstance(order, Compaction)]
         start = time.perf_counter()
         rearrange(*args)
         if plans:

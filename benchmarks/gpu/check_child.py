@@ -298,7 +298,9 @@ class Steps:
     """Records each step of one request: its tokens, holes and rotations of its plan, holes decided after it."""
 
     def __init__(self, scheduler: Any) -> None:
+        from vllm_evict.core.actions import KeyRotation
         from vllm_evict.core.plan import PLAN
+        from vllm_evict.core.residence import HOLE
 
         self._tokens: list[int] = []
         self._told: list[list[int]] = []
@@ -311,8 +313,9 @@ class Steps:
             for req_id, tokens in planned.num_scheduled_tokens.items():
                 self._tokens.append(tokens)
                 plan = getattr(planned, PLAN)
-                self._told.append(list(plan.groups[0].holes.get(req_id, [])))
-                if any(move.req_id == req_id for move in plan.rotations):
+                changes = plan.groups[0].changes.get(req_id, {})
+                self._told.append([block for block, physical in changes.items() if physical == HOLE])
+                if any(isinstance(order, KeyRotation) and order.req_id == req_id for order in plan.orders):
                     self._moved.add(len(self._told) - 1)
             return planned
 

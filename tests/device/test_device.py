@@ -27,7 +27,9 @@ from vllm_evict.compute.shape import Shape
 from vllm_evict.compute.tokens import TokenBuffers, TokenStep
 from vllm_evict.compute.work import StepWork
 from vllm_evict.config import KVPolicyConfig
-from vllm_evict.core.plan import PLAN, Compaction, EvictionPlan, GroupPlan, KeyRotation, Repetition, Scoring
+from vllm_evict.core.actions import Compaction, KeyRotation
+from vllm_evict.core.plan import PLAN, EvictionPlan, GroupPlan, Repetition, Scoring
+from vllm_evict.core.residence import HOLE
 from vllm_evict.integration.worker import worker
 from vllm_evict.policies import CACHED
 
@@ -147,8 +149,9 @@ def steps(policy, wrap, in_graphs=False, rejected=None, **options):
         if step == 0 and (scoring := Scoring.of(config, 4)):
             plan.track["r"] = scoring
         if step == 1:
-            plan.holes["r"] = holes = [6, 7] if by_token else [2, 5]
-            table[0, holes] = 0
+            holes = [6, 7] if by_token else [2, 5]
+            plan.changes["r"] = dict.fromkeys(holes, HOLE)
+            table[0, holes] = HOLE
         if step == 1 and by_token:
             resident, target = list(range(1, 11)), list(range(2, 7))
             compactions = [Compaction("r", 0, config, resident, LENGTH - 2, 1, 7, target, LENGTH - 3)]
@@ -282,7 +285,7 @@ def moved_up(wrap, to_device, monkeypatch):
     runtime = EvictionRuntime([GroupRuntime(config, Shape(SIZE, 4, 256, HEADS, LAYERS), store)])
     first = KeyRotation("r", 0, [0, 1, 4], [3, 5, 9], [12, 5, 9], [64, 64, 16], [False] * 3)
     for move in (first, KeyRotation("r", 0, [1, 4], [5, 9], [5, 9], [96, 48], [True] * 2)):
-        runtime.plan = EvictionPlan([GroupPlan()], rotations=[move])
+        runtime.plan = EvictionPlan([GroupPlan()], [move])
         runtime.rearrange(None)
     return caches
 
@@ -312,7 +315,7 @@ def shares(wrap):
     generator = torch.Generator().manual_seed(2)
     query, cache = (torch.randn(60, *shape, generator=generator) for shape in ((2 * HEADS, DIM), (HEADS, SIZE, DIM)))
     scores, table = PromptScores(HEADS, 1, SIZE), torch.randperm(60, generator=generator).int()[None, :4]
-    scores.begin(Start(GroupPlan(repeats={"shadow": Repetition(0, 40, 8, 40, 4)}), set(), set(), set(), None))
+    scores.begin(Start(GroupPlan(repeats={"shadow": Repetition(0, 40, 8, 40, 4)}), set(), set(), set(), set(), None))
     scores._prompts[0] = wrap(scores._prompts[0])
     ops = SimpleNamespace(read=lambda layer, cache, blocks, values: (cache[blocks], None))
     layer = SimpleNamespace(impl=SimpleNamespace(scale=1.0))
@@ -320,7 +323,7 @@ def shares(wrap):
         batch = SimpleNamespace(req_ids=["shadow"], starts=np.array([0, end - start]), seq_lens=np.array([end]))
         metadata = SimpleNamespace(block_table=wrap(table))
         scores.step(batch).add(LayerCall(ops, layer, 0, wrap(query[start:end]), wrap(cache), metadata))
-    scores.begin(Start(GroupPlan(scored={"r": (0, 40)}), set(), set(), set(), None))
+    scores.begin(Start(GroupPlan(scored={"r": (0, 40)}), set(), set(), set(), set(), None))
     scores.judged("r", 50)
     scores.gather("r", 50, 4, 32, wrap(torch.arange(8, 32).expand(1, HEADS, 24)))
     return scores.judged("r", 52)[0]

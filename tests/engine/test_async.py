@@ -12,6 +12,7 @@ from engine import PLAN, V2, after, logprobs_of, random_prompt
 from oracle.model import DenseLlama
 from oracle.replay import replay_told
 from parity import oracle_config
+from parts import holes_of
 
 BLOCK = 32
 CHUNK = 96
@@ -58,7 +59,8 @@ class Recorder:
             for req_id, computed in zip(cached.req_ids, cached.num_computed_tokens):
                 if req_id in cached.resumed_req_ids:
                     self.records[req_id] = Record(computed)
-            for req_id, holes in plan.groups[0].holes.items():
+            told = holes_of(plan.groups[0].changes)
+            for req_id, holes in told.items():
                 if req_id in self.records:
                     self.records[req_id].pending += holes
             for req_id, tokens in output.num_scheduled_tokens.items():
@@ -67,7 +69,7 @@ class Recorder:
                 record.told.append(record.pending)
                 record.pending = []
             handed_out = {b for r in scheduler.requests for b in server.held_by(r)} - set().union(*before.values())
-            assert len(self.decisions_waiting) == len(plan.groups[0].holes), "holes were left for a later step"
+            assert len(self.decisions_waiting) == len(told), "holes were left for a later step"
             self.reused += len(handed_out & untold)
             self.decisions_waiting = set()
             return output

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from oracle.model import DenseLlama
 from oracle.tiny import make_tiny_llama
 from parity import assert_like_oracle
-from parts import part_of
+from parts import orders_of, part_of
 from vllm import envs
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
@@ -22,6 +22,7 @@ from vllm_evict.compute import memory
 from vllm_evict.compute.kernels.rotate import Rotation
 from vllm_evict.compute.originals import Originals
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
+from vllm_evict.core.actions import KeyRotation
 from vllm_evict.core.blocks import NO_BLOCKS, RequestBlocks
 from vllm_evict.integration.start.arguments import ALLOW_LONG, longer_than_the_model
 from vllm_evict.integration.worker import positions
@@ -63,7 +64,7 @@ def watched(server):
     moves, schedule = [], server.scheduler.schedule
 
     def look(output, *_):
-        moves.extend(getattr(output, PLAN).rotations)
+        moves.extend(orders_of(getattr(output, PLAN), KeyRotation))
         for req_id in output.num_scheduled_tokens:
             resident, request = server.manager.residents[req_id], server.scheduler.requests[req_id]
             if len(resident.residence.places):
@@ -189,13 +190,13 @@ def test_nothing_moves_of_a_request_whose_blocks_are_gone(server, how):
     request = subject.add(random_prompt(300), max_tokens=300)
 
     def end(subject):
-        if subject.scheduler._plan.rotations and not ended:
+        if subject.scheduler._plan.orders and not ended:
             ended.append(len(moves))
             if how == "aborted":
                 subject.llm.llm_engine.abort_request([request])
             else:
                 subject.core.reset_prefix_cache(reset_running_requests=True)
-            assert not subject.scheduler._plan.rotations
+            assert not subject.scheduler._plan.orders
 
     with watched(subject) as moves:
         subject.run(end)
@@ -219,14 +220,14 @@ def test_without_room_for_copies_a_request_is_preempted(server):
     subject, asked = server(WINDOW), []
     rewrite = subject.manager.rewrite
 
-    def none_at_first(request_id, writes, holes):
+    def none_at_first(request_id, writes, *args):
         if len(writes):
             asked.append(len(writes))
-        return None if len(writes) and len(asked) < 3 else rewrite(request_id, writes, holes)
+        return None if len(writes) and len(asked) < 3 else rewrite(request_id, writes, *args)
 
     subject.manager.rewrite = none_at_first
     moves = []
-    after(subject.scheduler, "schedule", lambda output, *_: moves.extend(getattr(output, PLAN).rotations))
+    after(subject.scheduler, "schedule", lambda output, *_: moves.extend(getattr(output, PLAN).orders))
     (output,) = subject.generate([random_prompt(300)], max_tokens=300)
     assert len(asked) > 3 and len(moves) == len(asked) - 2 and len(output.outputs[0].token_ids) == 300
     assert subject.metrics()["vllm:num_preemptions"] == 2
@@ -240,7 +241,8 @@ def test_a_full_pool_has_no_copies_to_give(engine):
     request = subject.add(random_prompt(100), max_tokens=40)
     subject.llm.llm_engine.step()
     (req_id,) = subject.scheduler.requests
-    table, rewrite = subject.manager.req_to_blocks[req_id], partial(subject.manager.rewrite, holes=NO_BLOCKS)
+    manager, table = subject.manager, subject.manager.req_to_blocks[req_id]
+    rewrite = partial(manager.rewrite, holes=NO_BLOCKS, computed_tokens=0)
     published = [block.block_id for block in table[:3]]
     assert [block.block_hash is not None for block in table] == [True, True, True, False]
     taken = subject.pool.get_new_blocks(subject.free_blocks - 2)
@@ -250,17 +252,22 @@ def test_a_full_pool_has_no_copies_to_give(engine):
     assert [block.block_id for block in table[:3]] == published and subject.free_blocks == 2
     for block in table[:3]:
         block.ref_cnt -= 1
-    assert rewrite(req_id, np.array([3])) == ({}, [], []), "it is its own, and may stay"
+    assert rewrite(req_id, np.array([3])) == ([], []) and not manager.changes, "it is its own, and may stay"
     table[3].ref_cnt += 1
-    other, (block,), _ = rewrite(req_id, np.array([3]))
-    assert set(other) == {3} and block.ref_cnt == 1 and table[3] is not block, "another request holds it"
+    (block,), _ = rewrite(req_id, np.array([3]))
+    assert set(manager.take_changes()[req_id]) == {3} and block.ref_cnt == 1 and table[3] is not block, (
+        "another request holds it"
+    )
     subject.pool.free_blocks([block])
-    moved, given_back, _ = rewrite(req_id, np.array([0, 3]))
+    given_back, _ = rewrite(req_id, np.array([0, 3]))
+    moved = manager.take_changes()[req_id]
     assert set(moved) == {0} and [block.block_id for block in given_back] == published[:1]
     assert moved[0] == table[0].block_id and table[0].block_hash is None and table[0].ref_cnt == 1
     taken += subject.pool.get_new_blocks(subject.free_blocks - 1)
-    moved, given_back, _ = rewrite(req_id, np.array([1, 2]))
-    assert set(moved) == {1} and [block.block_id for block in given_back] == published[1:2], "one copy has room"
+    given_back, _ = rewrite(req_id, np.array([1, 2]))
+    assert set(manager.take_changes()[req_id]) == {1} and [block.block_id for block in given_back] == published[1:2], (
+        "one copy has room"
+    )
     assert table[2].block_id == published[2] and table[2].block_hash is None, "the other is written in place"
     subject.pool.free_blocks(taken)
     subject.llm.llm_engine.abort_request([request])

@@ -24,8 +24,10 @@ from vllm_evict.compute.originals import Originals
 from vllm_evict.compute.runtime import EvictionRuntime
 from vllm_evict.compute.shape import Shape
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
+from vllm_evict.core.actions import KeyRotation
 from vllm_evict.core.blocks import RequestBlocks
-from vllm_evict.core.plan import PLAN, EvictionPlan, GroupPlan, KeyRotation
+from vllm_evict.core.plan import PLAN, EvictionPlan, GroupPlan
+from vllm_evict.core.residence import HOLE
 from vllm_evict.integration.worker import positions
 
 short, server, vllm_config = test_context.short, test_context.server, test_context.vllm_config
@@ -208,7 +210,7 @@ def step(runtime, moves=(), holes=()):
     output = SimpleNamespace(
         finished_req_ids=set(), preempted_req_ids=None, scheduled_cached_reqs=none, scheduled_new_reqs=[]
     )
-    setattr(output, PLAN, EvictionPlan([GroupPlan(holes={"r": list(holes)})], rotations=list(moves)))
+    setattr(output, PLAN, EvictionPlan([GroupPlan(changes={"r": dict.fromkeys(holes, HOLE)})], list(moves)))
     runtime.begin(output)
     runtime.rearrange(None)
 
@@ -252,7 +254,7 @@ def test_keys_are_rounded_once_however_often_they_move(dtype):
             assert (clipped | (off <= largest * (1 + 1e-3) + 1e-6 * first.abs().max())).all(), f"after {move} moves"
             assert torch.equal(caches[:, now, ..., size:].float(), made[:, was, ..., size:].float())
     originals = part_of(runtime.groups[0], Originals)
-    originals.begin(Start(GroupPlan(), {"r"}, set(), set(), runtime.groups[0].holes))
+    originals.begin(Start(GroupPlan(), {"r"}, set(), set(), set(), runtime.groups[0].holes))
     assert originals.is_empty
 
 

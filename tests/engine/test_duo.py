@@ -11,6 +11,7 @@ from engine import PLAN, after, exactly, greedy, logprobs_of, random_prompt, ran
 from oracle.heads import replay_heads
 from oracle.replay import Config
 from oracle.tiny import make_tiny_llama
+from parts import holes_of
 
 from vllm_evict.compute.cached import CachedStatistics, Row
 from vllm_evict.config import KVPolicyError
@@ -278,7 +279,7 @@ def test_no_poison(duo, async_engine, model, heads, dense, poisoned, asynchronou
                 told[req_id], steps[req_id] = [[] for _ in range(5)], []
             steps[req_id].append(count)
             for group, plan in zip(told[req_id], getattr(output, PLAN).groups):
-                group.append(plan.holes.get(req_id, []))
+                group.append(holes_of(plan.changes).get(req_id, []))
 
     after(server.scheduler, "schedule", look)
     prompts = [random_prompt(length, length) for length in (400, 60, 250, 130, 500)]

@@ -18,7 +18,8 @@ from test_refusals_backends import plain_config
 from vllm_evict.compute import offload_pages
 from vllm_evict.compute.offload import OffloadedBlocks
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
-from vllm_evict.core.plan import Copy, HostTrouble
+from vllm_evict.core.offload import Copy
+from vllm_evict.core.plan import Trouble
 from vllm_evict.integration.engine.offloading import Offloading
 from vllm_evict.integration.start.capabilities import refuse
 
@@ -121,7 +122,7 @@ def test_a_block_that_failed_in_the_last_step_of_a_turn_is_a_hole_in_the_next(en
     sessions.run()
     block = int(server.manager.residents["s"].residence.pool[2])
     assert not server.manager.req_to_blocks["s"][block].is_null and not server.scheduler.running_request("s")
-    server.scheduler.part(Offloading)._lose(HostTrouble("a disk that fails", [("s", block)]))
+    server.scheduler.part(Offloading)._lose(Trouble("a disk that fails", [("s", block)]))
     assert server.manager.req_to_blocks["s"][block].is_null
     sessions.send("s", random_prompt(40, 1), 20)
     sessions.run()

@@ -9,13 +9,14 @@ from engine import PLAN, after, logprobs_of
 from oracle.replay import Config
 from oracle.tiny import make_tiny_llama
 from oracle.tokens import kvzip_scores, replay_tokens
-from parts import part_of
+from parts import orders_of, part_of
 
 from vllm_evict.compute import prompts as worker_prompts
 from vllm_evict.compute.holes import Start
 from vllm_evict.compute.probes import LayerCall
 from vllm_evict.compute.prompts import PromptScores
 from vllm_evict.config import KVPolicyConfig
+from vllm_evict.core.actions import Compaction
 from vllm_evict.core.plan import GroupPlan, Repetition
 from vllm_evict.integration.engine.reconstruction import Reconstructions, parts
 
@@ -151,7 +152,7 @@ def test_late_decisions(async_engine, model, dense):
         for req_id, count in output.num_scheduled_tokens.items():
             if not req_id.startswith("reconstruct"):
                 steps.append(count)
-                told.append([compaction.position for compaction in getattr(output, PLAN).compactions])
+                told.append([compaction.position for compaction in orders_of(getattr(output, PLAN), Compaction)])
 
     after(server.scheduler, "schedule", look)
     prompt = prompt_of(610, 40)
@@ -339,7 +340,7 @@ def test_shares_in_parts_of_any_size(monkeypatch, start, end, sink, scratch):
     layer = SimpleNamespace(impl=SimpleNamespace(scale=dim**-0.5))
     scores = PromptScores(kv_heads, 2, size)
     plan = GroupPlan(repeats={"shadow": Repetition(3, prompt, start, end, sink)})
-    scores.begin(Start(plan, set(), set(), set(), None))
+    scores.begin(Start(plan, set(), set(), set(), set(), None))
     metadata, done = SimpleNamespace(block_table=torch.stack((torch.zeros_like(table), table))), 64
 
     def step_of(req_ids, starts, lens):
@@ -359,9 +360,9 @@ def test_shares_in_parts_of_any_size(monkeypatch, start, end, sink, scratch):
     shares = logits.masked_fill(~(seen & (place <= place[:, None])), -torch.inf)[:, :, prompt:].softmax(-1)
     want = torch.zeros(2, kv_heads, prompt)
     want[:, :, start:end] = shares[..., start:end].unflatten(1, (kv_heads, -1)).amax((2, 3))
-    scores.begin(Start(GroupPlan(scored={"asker": (3, 64)}, forgotten=[3]), set(), set(), set(), None))
+    scores.begin(Start(GroupPlan(scored={"asker": (3, 64)}, forgotten=[3]), set(), set(), set(), set(), None))
     got, positions = scores.judged("asker", 79)
     torch.testing.assert_close(got[:, :, :64], want[:, :, :64])
     assert not got[:, :, 64:].any() and positions[1, 1].tolist() == list(range(80)) and not scores.numbers
-    scores.begin(Start(GroupPlan(), {"asker", "shadow"}, set(), set(), None))
+    scores.begin(Start(GroupPlan(), {"asker", "shadow"}, set(), set(), set(), None))
     assert scores.is_empty

@@ -14,7 +14,7 @@ from oracle.visible import BLOCK, assert_like_dense, visible
 from vllm_evict.compute.sums import RunningSums
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.core.blocks import RequestBlocks
-from vllm_evict.core.offload import OffloadPool
+from vllm_evict.core.offload import Copy, OffloadPool
 from vllm_evict.core.plan import EvictionPlan, Scoring
 from vllm_evict.integration.engine.offloading import Offloading
 from vllm_evict.integration.engine.preempted import Preempted
@@ -131,7 +131,7 @@ def test_blocks_that_are_in_the_prefix_cache_are_taken_from_there(engine, poison
     copied = []
 
     def look(output, *_):
-        copied.append([copy.kind for copy in output.kv_evict_plan.copies if copy.kind != "poison"])
+        copied.append([copy.kind for copy in output.kv_evict_plan.orders if copy.kind != "poison"])
 
     after(server.scheduler, "schedule", look)
     (output,), _ = run(server, [prompt], (6,), max_tokens=20, **full)
@@ -223,7 +223,7 @@ def test_saved_blocks_are_never_dropped_and_never_take_the_request_s_own():
     assert pool.spill(plan, "c", 0, c, [3], [32]) == [c] and a.residence.saved.numbers.keys() == {5, 6, 7}
     a.residence.saved.coming = {7: 40}
     pool.restore(plan, "a", 0, a, a.residence.saved)
-    assert plan.copies[-1][2:] == ("fetch", 40, plan.copies[5].number) and a.residence.saved is None
+    assert plan.orders[-1] == Copy("a", 0, "fetch", 40, plan.orders[5].number) and a.residence.saved is None
     pool.release(plan, c)
     assert pool.used == 0 and sorted(pool._free) == list(range(5))
 
@@ -234,7 +234,7 @@ def test_sums_that_were_set_aside_go_on():
     for number, req_id in enumerate("ab"):
         sums.start(req_id, scoring)
         sums._sums[sums._slots[req_id]] = 1.0 + number
-    sums.count_holes("a", 2)
+    sums.set_holes("a", 2)
     sums.park("a")
     assert "a" not in sums
     sums.start("c", scoring)  # takes its row

@@ -9,6 +9,7 @@ import torch
 from engine import PLAN, after, exactly, greedy, logprobs_of, random_prompt
 from hypothesis import given
 from hypothesis import strategies as st
+from parts import holes_of
 
 from vllm_evict.config import NEVER, KVPolicyConfig, KVPolicyError
 from vllm_evict.core.blocks import RequestBlocks
@@ -214,8 +215,7 @@ def test_each_step_reads_what_is_left(request, dense, name, make):
     steps = []
 
     def look(output, *_):
-        holes = {req_id: list(blocks) for req_id, blocks in getattr(output, PLAN).groups[0].holes.items()}
-        steps.append((dict(output.num_scheduled_tokens), holes))
+        steps.append((dict(output.num_scheduled_tokens), holes_of(getattr(output, PLAN).groups[0].changes)))
 
     after(server.scheduler, "schedule", look)
     prompts = dict(zip([f"p{i}" for i in range(8)], PROMPTS[:8], strict=True))

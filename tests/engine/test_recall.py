@@ -183,7 +183,7 @@ def test_a_host_pool_that_is_too_small_and_a_pool_that_is(engine, monkeypatch):
         held = sum(len(blocks.residence.host) for blocks in server.scheduler.residents.values())
         assert pool.used == held <= pool.blocks and pool.used + len(pool._free) == pool.blocks
         # What comes back is copied with the next step.
-        coming = {copy.physical for copy in server.scheduler.next_plan.copies if copy.kind == "fetch"}
+        coming = {copy.physical for copy in server.scheduler.next_plan.orders if copy.kind == "fetch"}
         held = sorted(server.held_blocks() - coming)
         assert not any(torch.isnan(cache[held]).any() for cache in server.worker.model_runner.kv_caches)
     for output in outputs.values():

@@ -17,6 +17,7 @@ from test_recall import HOST, QUEST
 from test_refusals_backends import plain_config
 
 from vllm_evict.compute import pinned
+from vllm_evict.compute.holes import Holes
 from vllm_evict.compute.kernels.bounds import bound_scores, bound_scores_reference, key_bounds
 from vllm_evict.compute.offload import Offload, OffloadedBlocks
 from vllm_evict.compute.offload_pages import MemoryPages
@@ -26,8 +27,9 @@ from vllm_evict.core.blocks import RequestBlocks
 from vllm_evict.core.mechanisms import Recall
 from vllm_evict.core.mechanisms.base import Due, Misses
 from vllm_evict.core.mechanisms.recall import Looks, Recalled
-from vllm_evict.core.offload import OffloadPool
-from vllm_evict.core.plan import Copy, EvictionPlan, GroupPlan
+from vllm_evict.core.offload import Copy, OffloadPool
+from vllm_evict.core.plan import EvictionPlan, GroupPlan
+from vllm_evict.core.residence import HOLE
 from vllm_evict.integration.engine.offloading import Offloading
 from vllm_evict.integration.engine.spec import host_blocks
 from vllm_evict.integration.start import machine
@@ -62,7 +64,7 @@ def test_the_block_goes_that_was_unwanted_longest():
     pool.fetch(plan, "a", 0, a, [3], [6])
     pool.release(plan, b)
     assert not a.residence.host and not b.residence.host and pool.used == 0
-    assert [(copy.kind, copy.physical) for copy in plan.copies] == [
+    assert [(copy.kind, copy.physical) for copy in plan.orders] == [
         ("spill", 7),
         ("spill", 8),
         ("spill", 9),
@@ -78,13 +80,13 @@ def test_what_goes_for_a_block_does_not_take_its_place_on_the_host():
     assert pool.spill(plan, "a", 0, a, [5, 6], [9, 10], coming=[0, 1]) == [a, a]
     assert (
         numbers_of(a) == {3: 0, 4: 1}
-        and a.state.counts["spilled"] == len(plan.copies) == a.state.counts["dropped"] == 2
+        and a.state.counts["spilled"] == len(plan.orders) == a.state.counts["dropped"] == 2
     )
     # One comes back: the other one is dropped.
     assert pool.spill(plan, "a", 0, a, [5], [9], coming=[0]) == [a]
     assert (
         numbers_of(a) == {3: 0, 5: 1}
-        and a.state.counts["spilled"] == len(plan.copies) == a.state.counts["dropped"] == 3
+        and a.state.counts["spilled"] == len(plan.orders) == a.state.counts["dropped"] == 3
     )
 
 
@@ -167,14 +169,37 @@ def test_a_missing_report_counts_once(due, misses):
     assert len(counted) == misses and blocks.of(Misses).count == 0
 
 
-def test_what_leaves_and_returns_before_workers_hear_of_it():
-    plan = GroupPlan()
-    plan.leave_holes("r", [3, 4])
-    plan.fill_holes("r", {4: 9})
-    assert plan.holes == {"r": [3]} and not plan.returned and plan.moved == {"r": {4: 9}}
-    plan.fill_holes("r", {7: 2})
-    plan.leave_holes("r", [7])
-    assert plan.holes == {"r": [3]} and not plan.returned and plan.moved == {"r": {4: 9}}
+def step(finished=(), new=()):
+    cached = SimpleNamespace(resumed_req_ids=set(), req_ids=[], new_block_ids=[])
+    new = [SimpleNamespace(req_id=req_id, block_ids=[table]) for req_id, table in new]
+    return SimpleNamespace(
+        finished_req_ids=set(finished), preempted_req_ids=None, scheduled_cached_reqs=cached, scheduled_new_reqs=new
+    )
+
+
+def test_a_plan_says_where_blocks_are_and_not_how_they_came_there():
+    """Blocks leave and come back, come back and leave, or move, before workers hear of it; requests end."""
+    holes = Holes(BLOCK)
+    assert holes.begin(step(new=[("r", [1, 2, 3, 4, 5, 6])]), GroupPlan(), 0).changed == set()
+    changes = {"r": {3: HOLE, 4: HOLE}}
+    assert holes.begin(step(), GroupPlan(changes), 0).changed == {"r"} and holes.of("r") == {3, 4}
+    # 4 came back and left again; 2 left and came back elsewhere; 1 moved.
+    changes = {"r": {4: HOLE, 2: 9, 1: 7}}
+    assert not holes.begin(step(), GroupPlan(changes), 0).changed and holes.of("r") == {3, 4}
+    assert dict(holes.changes(GroupPlan(changes))) == changes
+    assert holes.begin(step(), GroupPlan({"r": {4: 8, 3: 6}}), 0).changed == {"r"} and holes.of_request == {}
+    assert holes.begin(step(finished="r"), GroupPlan({"r": {5: HOLE}}), 0).gone == {"r"} and holes.of_request == {}
+
+
+def test_a_block_that_did_not_come_back_stays_a_hole_until_the_scheduler_knows():
+    holes, plan = Holes(BLOCK), GroupPlan({"r": {1: 8, 2: 9}})
+    holes.begin(step(new=[("r", [5, HOLE, HOLE, 6])]), GroupPlan(), 0)
+    holes.begin(step(), plan, 0)
+    assert holes.withhold([("r", 9)], plan) == [("r", 2)] and holes.of("r") == {2}
+    assert dict(holes.changes(plan)) == {"r": {1: 8, 2: HOLE}}
+    # It counts from the next step on; what the scheduler says of it later is nothing new.
+    assert holes.begin(step(), GroupPlan(), 0).changed == {"r"}
+    assert holes.begin(step(), GroupPlan({"r": {2: HOLE}}), 0).changed == set() and holes.count("r") == 1
 
 
 @pytest.mark.parametrize(
@@ -349,5 +374,5 @@ def test_without_a_host_nothing_is_planned_for_it(engine):
     assert part_of(server.runtime, Offload) is None and not any(
         name.startswith("host") for name, *_ in server.metrics()
     )
-    assert all(not plan.copies and not plan.rewound and not plan.groups[0].waiting for plan in plans)
+    assert all(not plan.orders and not plan.rewound and not plan.groups[0].waiting for plan in plans)
     assert output.kv_usage.spilled_blocks is None and "spilled_blocks" not in output.kv_usage.as_dict()

@@ -52,11 +52,11 @@ def test_blocks_that_no_request_took_come_back_without_a_copy(engine, dense, mon
         output = schedule(*args, **kwargs)
         host = [each for blocks in server.manager.residents.values() for each in blocks.residence.host.values()]
         assert all(each.physical > 0 for each in host)
-        fetched.extend(copy for copy in getattr(output, PLAN).copies if copy.kind == "fetch")
+        fetched.extend(copy for copy in getattr(output, PLAN).orders if copy.kind == "fetch")
         return output
 
     def compared(action, resident, returns):
-        waiting = {copy.number for copy in scheduler.next_plan.copies if copy.kind == "spill"}
+        waiting = {copy.number for copy in scheduler.next_plan.orders if copy.kind == "spill"}
         for logical in action.returns.tolist():
             block, number = (
                 scheduler.part(Offloading).still_there(resident, logical),

@@ -10,13 +10,14 @@ from oracle.replay import Config
 from oracle.tiny import make_tiny_llama
 from oracle.tokens import replay_tokens
 from parity import TOKEN_TIE, assert_logprobs, assert_tokens_like_oracle, token_config
-from parts import Drawn, batch_of
+from parts import Drawn, batch_of, orders_of
 
 from vllm_evict.compute.compaction import compact
 from vllm_evict.compute.tokens import TokenSums
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
+from vllm_evict.core.actions import Compaction
 from vllm_evict.core.arrange import arrange
-from vllm_evict.core.plan import Compaction, Scoring
+from vllm_evict.core.plan import Scoring
 
 BLOCK, VOCAB = 32, 4096
 BASE = {"budget": 224, "buffer": 64, "sink": 32, "recent": 64, "granularity": "token"}
@@ -170,8 +171,8 @@ def test_without_room_for_copies_a_request_takes_its_own_out_of_the_prefix_cache
     server = engine(POLICIES["knorm"], model=model, blocks=16, max_num_batched_tokens=512, max_model_len=480)
     rewrite, tried = server.manager.rewrite, []
 
-    def watched(req_id, writes, holes):
-        free, changed = server.free_blocks, rewrite(req_id, writes, holes)
+    def watched(*args):
+        free, changed = server.free_blocks, rewrite(*args)
         tried.append((free, changed is not None))
         return changed
 
@@ -239,7 +240,7 @@ def test_late_decisions_see_what_was_measured_by_then(async_engine, model, dense
     def look(output, *_):
         if output.num_scheduled_tokens:
             steps.extend(output.num_scheduled_tokens.values())
-            told.append([compaction.position for compaction in getattr(output, PLAN).compactions])
+            told.append([compaction.position for compaction in orders_of(getattr(output, PLAN), Compaction)])
 
     after(server.scheduler, "schedule", look)
     prompt = prompt_of(600, SEED)

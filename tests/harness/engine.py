@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import graphs
 import numpy as np
-from parts import part_of, sums_of
+from parts import holes_of, part_of, sums_of
 from vllm import LLM, SamplingParams
 from vllm.platforms.cpu import CpuPlatform
 
@@ -255,15 +255,14 @@ class Engine:
 
         def recorded_update(scheduler_output, model_runner_output):
             result = update(scheduler_output, model_runner_output)
-            plans = self.scheduler._plan.groups if hasattr(self.scheduler, "_plan") else [None]
             for req_id in scheduler_output.num_scheduled_tokens:
                 trace = traces[_external(req_id)]
                 if scheduler_output.scheduled_spec_decode_tokens.get(req_id):
                     row = model_runner_output.req_id_to_index[req_id]
                     trace.steps[-1] = trace.settled[-1] + len(model_runner_output.sampled_token_ids[row]) - 1
-                trace.groups = trace.groups or [trace, *(Trace() for _ in plans[1:])]
-                for group, plan, manager in zip(trace.groups, plans, self.managers):
-                    group.evicted.append(sorted(plan.holes.get(req_id, []) if plan else []))
+                trace.groups = trace.groups or [trace, *(Trace() for _ in self.managers[1:])]
+                for group, manager in zip(trace.groups, self.managers):
+                    group.evicted.append(sorted(holes_of(getattr(manager, "changes", {})).get(req_id, [])))
                     blocks = manager.req_to_blocks.get(req_id, [])
                     group.held.append(sum(not block.is_null for block in blocks))
             return result

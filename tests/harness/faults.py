@@ -119,8 +119,8 @@ MUTANTS = [
     Mutant(
         "a hole off by one",
         "integration/engine/managers.py",
-        "for index in holes.tolist():\n            table[index] = self._null_block",
-        "for index in holes.tolist():\n            table[index - 1] = self._null_block",
+        "dict.fromkeys(holes.tolist(), self._null_block)",
+        "dict.fromkeys((holes - 1).tolist(), self._null_block)",
         ("load_scheduler",),
     ),
     Mutant(
@@ -211,15 +211,15 @@ MUTANTS = [
     # What travels.
     Mutant(
         "holes travel a step late",
-        "integration/engine/scheduler.py",
-        "plan, self._plan = self._plan, EvictionPlan.empty(len(self.kv_managers))",
-        "plan, self._plan, self._late = getattr(self, '_late', self._plan), EvictionPlan.empty(len(self.kv_managers)), self._plan",
+        "integration/engine/managers.py",
+        "taken, self.changes = self.changes, {}",
+        "taken, self.changes, self._late = getattr(self, '_late', {}), {}, self.changes",
         ("load_scheduler",),
     ),
     Mutant(
         "plans of a request that ended stay",
         "core/plan.py",
-        "self.compactions = [order for order in self.compactions if order.req_id != req_id]",
+        "self.orders = [order for order in self.orders if order.req_id != req_id or (saved and order.saves)]",
         "pass",
         ("load_scheduler", "tokens", "context"),
     ),
@@ -291,9 +291,16 @@ MUTANTS = [
     Mutant(
         "holes of a finished request stay",
         "compute/holes.py",
-        "for req_id in gone | resumed:\n            self._forget(req_id)",
-        "for req_id in gone | resumed:\n            self._withheld.pop(req_id, None)",
+        "for req_id in gone | tables.keys():",
+        "for req_id in tables.keys():",
         ("pressure", "oracle_parity", "sessions", "load_engine"),
+    ),
+    Mutant(
+        "a hole that workers know is none",
+        "compute/holes.py",
+        "if (physical == HOLE) != (block in holes)}",
+        "if physical == HOLE or block in holes}",
+        ("recall_parts",),
     ),
     Mutant(
         "resident tokens off by a block",

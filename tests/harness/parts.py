@@ -1,4 +1,4 @@
-"""The parts of a KV group's runtime, by their classes."""
+"""The parts of a KV group's runtime, by their classes; holes and orders of a plan."""
 
 from types import SimpleNamespace
 
@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from vllm_evict.compute.mass import BlockMass, TokenMass
+from vllm_evict.core.residence import HOLE
 
 
 def part_of(group, kind):
@@ -24,6 +25,19 @@ def tokens_of(group):
     """Running sums by token; None if there are none."""
     probe = part_of(group, TokenMass)
     return None if probe is None else probe.sums
+
+
+def holes_of(changes):
+    """Request -> its blocks that are holes by the changes of a plan; requests that have none are left out."""
+    holes = {
+        req_id: [block for block, physical in blocks.items() if physical == HOLE] for req_id, blocks in changes.items()
+    }
+    return {req_id: blocks for req_id, blocks in holes.items() if blocks}
+
+
+def orders_of(plan, kind):
+    """The orders of one class, in the order of the plan."""
+    return [order for order in plan.orders if isinstance(order, kind)]
 
 
 def batch_of(req_ids, starts, seq_lens, lens, logical=None, held=None, **more):

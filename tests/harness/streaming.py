@@ -6,7 +6,10 @@ import torch
 from engine import PLAN, after, greedy, random_prompt
 from oracle.replay import Request
 from parity import oracle_config
+from parts import holes_of, orders_of
 from vllm.v1.request import RequestStatus
+
+from vllm_evict.core.actions import KeyRotation
 
 BLOCK, CHUNK = 32, 96
 H2O = {"name": "h2o", "budget": 192, "buffer": 64, "sink": 32, "recent": 64}
@@ -44,7 +47,7 @@ class Sessions:
         scheduler = server.scheduler
 
         def plan(output, *_):
-            for req_id, holes in getattr(output, PLAN).groups[0].holes.items():
+            for req_id, holes in holes_of(getattr(output, PLAN).groups[0].changes).items():
                 self._pending.setdefault(req_id, []).extend(holes)
             for req_id, tokens in output.num_scheduled_tokens.items():
                 steps = self.steps.setdefault(req_id, [])
@@ -55,12 +58,12 @@ class Sessions:
                         known.pop(req_id, None)
                 self.told.setdefault(req_id, {})[len(steps)] = self._pending.pop(req_id, [])
                 steps.append((first, tokens))
-            for move in getattr(output, PLAN).rotations:
+            for move in orders_of(getattr(output, PLAN), KeyRotation):
                 self.moved.setdefault(move.req_id, set()).add(len(self.steps[move.req_id]) - 1)
             output.at = {req_id: len(self.steps[req_id]) - 1 for req_id in output.num_scheduled_tokens}
 
         def settle(_, output, *args):
-            for req_id, holes in scheduler._plan.groups[0].holes.items():
+            for req_id, holes in holes_of(scheduler.kv_managers[0].changes).items():
                 if req_id in output.at:
                     self.decided.setdefault(req_id, {})[output.at[req_id]] = sorted(holes)
 

@@ -79,7 +79,7 @@ def test_a_block_that_is_read_after_it_was_freed_is_seen(models, async_stays, mo
     begin = GroupRuntime.begin
 
     def deaf(self, scheduler_output, plan, number):
-        plan.holes.clear()
+        plan.changes.clear()
         begin(self, scheduler_output, plan, number)
 
     monkeypatch.setattr(GroupRuntime, "begin", deaf)

@@ -161,7 +161,7 @@ def freed_twice(monkeypatch):
     def and_again(self, *args):
         changed = rewrite(self, *args)
         if changed is not None:
-            self.block_pool.free_blocks([block for block in changed[1] if block.ref_cnt])
+            self.block_pool.free_blocks([block for block in changed[0] if block.ref_cnt])
         return changed
 
     monkeypatch.setattr(EvictableManager, "rewrite", and_again)
@@ -174,9 +174,9 @@ def given_back_late(monkeypatch):
     def late(self, *args, **kwargs):
         output = schedule(self, *args, **kwargs)
         plan = getattr(output, PLAN)
-        kept.append([dict(group.holes) for group in plan.groups])
-        for group, holes in zip(plan.groups, kept[-2] if len(kept) > 1 else [{}] * len(plan.groups)):
-            group.holes = holes
+        kept.append([group.changes for group in plan.groups])
+        for group, changes in zip(plan.groups, kept[-2] if len(kept) > 1 else [{}] * len(plan.groups)):
+            group.changes = changes
         return output
 
     monkeypatch.setattr(EvictionMixin, "schedule", late)
@@ -225,9 +225,9 @@ def back_in_front(monkeypatch):
     fetch = OffloadPool.fetch
 
     def first(self, plan, *args):
-        before = len(plan.copies)
+        before = len(plan.orders)
         fetch(self, plan, *args)
-        plan.copies[:] = plan.copies[before:] + plan.copies[:before]
+        plan.orders[:] = plan.orders[before:] + plan.orders[:before]
 
     monkeypatch.setattr(OffloadPool, "fetch", first)
 

@@ -165,7 +165,7 @@ def test_a_reset_of_the_prefix_cache_under_way_restarts_cleanly(engine):
     resets = []
 
     def reset(server):
-        if server.scheduler._plan.groups[0].holes and not resets:
+        if server.manager.changes and not resets:
             resets.append(server.scheduler.reset_prefix_cache(reset_running_requests=True))
 
     (output,) = server.run(reset).values()

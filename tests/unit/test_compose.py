@@ -1,15 +1,21 @@
-"""Which parts a KV group's runtime has, by its policy, and what parts do that do nothing."""
+"""Which parts a KV group's runtime has, by its policy, what parts do that do nothing, and a kind of order of one's own."""
 
+import pickle
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 
 from vllm_evict.compute.compose import compose
+from vllm_evict.compute.group import GroupRuntime
 from vllm_evict.compute.holes import Holes
 from vllm_evict.compute.needs import Needs, Sizes
-from vllm_evict.compute.parts import Part
+from vllm_evict.compute.parts import Mover, Part
+from vllm_evict.compute.runtime import EvictionRuntime
 from vllm_evict.compute.shape import Shape
 from vllm_evict.config import KVPolicyConfig
+from vllm_evict.core.offload import Copy
+from vllm_evict.core.plan import EvictionPlan, Order, Trouble
 
 SMALL = {"budget": 64, "sink": 16, "recent": 16, "allow": []}
 HOST = {"evict": "host", "host": "1MiB"}
@@ -52,3 +58,42 @@ def test_needs_of_parts_and_groups_add_up():
     assert Needs.of_groups([Needs(1, 5, 2, 8), Needs(2, 4, 3, 9)]) == (3, 5, 5, 9)
     part = Part()
     assert part.needs(Sizes(1, 1, 16, 1, 1, 8, 2, 0)) == Needs() and not part.kept_bytes + part.host_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Pack(Order):
+    """Packs a block into a part of another one: (block, part)."""
+
+    source: int
+    target: tuple[int, int]
+
+
+def test_a_kind_of_order_that_the_plan_does_not_know():
+    """Orders are carried out as they were decided, by the mover of their kind, and dropped with their request."""
+    done = []
+
+    class Packer(Mover):
+        kind = Pack
+
+        def obey(self, orders, all_reduce):
+            done.append(orders)
+            return Trouble("full", [("b", len(done))]) if self.kind is Pack else None
+
+    class Copier(Packer):
+        kind = Copy
+
+    group = GroupRuntime(KVPolicyConfig(name="full", allow=[]), Shape(16, 4, 256, 2, 2), SimpleNamespace())
+    group.movers = [Packer(), Copier()]
+    packs = [Pack("a", 0, 5, (9, 0)), Pack("a", 0, 6, (9, 1)), Pack("b", 0, 7, (9, 2))]
+    copies = [Copy("a", 0, "spill", 7, 1), Copy("c", 0, "fetch", 8, 1)]
+    plan = EvictionPlan.empty(1)
+    plan.orders += [*packs[:2], *copies, packs[2]]
+    runtime = EvictionRuntime([group])
+    runtime.plan = pickle.loads(pickle.dumps(plan))
+    runtime.rearrange(None)
+    assert done == [packs[:2], copies, packs[2:]] and runtime.trouble == ("full", [("b", 1), ("b", 3)])
+    plan.forget("a", saved=True)
+    assert plan.orders == [*copies, packs[2]]
+    plan.forget("a")
+    plan.forget("b")
+    assert plan.orders == copies[1:]

@@ -18,7 +18,7 @@ def shown():
     def gauge(name, help, labels, multiprocess_mode):
         return Gauge(name, help, labels, registry=registry)
 
-    metrics = PrometheusMetrics("m", [0], ["full", "h2o"], counter, gauge, on_host=True)
+    metrics = PrometheusMetrics("m", [0], ["full", "h2o"], counter, gauge, "host")
 
     def record(counts):
         metrics.record(counts, 0)

@@ -16,6 +16,7 @@ from vllm_evict.compute.shape import Shape
 from vllm_evict.config import KVPolicyConfig
 from vllm_evict.core.blocks import RequestBlocks
 from vllm_evict.core.plan import PLAN, EvictionPlan, GroupPlan, Scoring
+from vllm_evict.core.residence import HOLE
 from vllm_evict.policies import POLICIES, Blocks
 
 SIZE, HEADS, KV_HEADS, DIM, LAYERS, TOKENS = 16, 6, 2, 32, 2, 194
@@ -77,7 +78,7 @@ class Served:
         there = torch.tensor([t // SIZE not in self.holes for t in tokens.tolist()])
         self.seen[first : self.computed, : self.computed] = there & (tokens <= tokens[first:, None])
         self.write()
-        plan = GroupPlan(holes={"r": self.new_holes} if self.new_holes else {})
+        plan = GroupPlan(changes={"r": dict.fromkeys(self.new_holes, HOLE)})
         due = self.resident.over_trigger(-(-self.computed // SIZE))
         if due:
             plan.report["r"] = self.config.policy.measures

@@ -89,9 +89,9 @@ class Batch:
         resident = self.resident(req_id)[1:-1]
         if len(resident):
             self.gone[req_id].add(int(self.rng.choice(resident)))
-            self.subject.count_holes(req_id, 1)
             if req_id in self.slow:
                 self.slow[req_id].holes += 1
+                self.subject.set_holes(req_id, self.slow[req_id].holes)
 
     def step(self):
         rng = self.rng
@@ -206,7 +206,7 @@ def test_start_zeroes():
     sums.start("a", scoring())
     add_mass(sums, ["a"], [3], [20])
     assert masses(sums, "a") == [3.0] * 6
-    sums.count_holes("a", 2)
+    sums.set_holes("a", 2)
     sums.start("a", scoring(every=2))
     assert masses(sums, "a") == [0.0] * 6
     add_mass(sums, ["a"], [3], [23])
@@ -218,7 +218,7 @@ def test_a_slot_that_is_used_again_starts_from_zero():
     sums = one_layer(requests=1)
     sums.start("a", scoring("ema"))
     add_mass(sums, ["a"], [3], [20])
-    sums.count_holes("a", 3)
+    sums.set_holes("a", 3)
     sums.stop("a")
     sums.start("b", scoring())
     assert masses(sums, "b") == [0.0] * 6
@@ -231,7 +231,7 @@ def test_pivots_are_counted_query_by_query_and_mass_beside_them():
     sums = RunningSums(2, HEADS, 1, 10, BLOCK, "sum", "sum")
     sums.start("a", scoring("last", window=2, trigger=1, statistic="pivots"))
     sums.start("b", scoring())
-    sums.count_holes("a", 1)
+    sums.set_holes("a", 1)
     logical = torch.tensor([[0, 2, 3], [0, 1, -1]], dtype=torch.int32)
     # Request a: positions 11 to 13, one hole of 4 tokens; the last two count and see 9 and 10 tokens.
     lens = torch.tensor([10, 6], dtype=torch.int32)
@@ -270,7 +270,7 @@ def test_pivots_of_one_query_each_follow_from_its_own_mass(layers, accumulate):
     sums = RunningSums(2, HEADS, 1, 10, BLOCK, "sum", layers)
     sums.start("a", scoring(accumulate, window=2, trigger=1, statistic="pivots"))
     sums.start("b", scoring())
-    sums.count_holes("a", 1)
+    sums.set_holes("a", 1)
     logical = torch.tensor([[0, 2, 3], [0, 1, -1]], dtype=torch.int32)
     lens = torch.tensor([10, 6], dtype=torch.int32)
     step = sums.step(batch_of(["a", "b"], np.arange(3, dtype=np.int32), np.array([14, 6], np.int32), lens, logical))
@@ -414,7 +414,7 @@ def test_last_foresees_the_decision():
     counted = [add_mass(sums, ["a"], [1], [position + 1]) is not None for position in range(18)]
     assert [position for position, counts in enumerate(counted) if counts] == [14, 15, 16, 17]
     # Two holes put the next one off by two blocks, to 24.
-    sums.count_holes("a", 2)
+    sums.set_holes("a", 2)
     counted = [add_mass(sums, ["a"], [1], [position + 1]) is not None for position in range(17, 25)]
     assert counted == [False] * 5 + [True] * 3
 

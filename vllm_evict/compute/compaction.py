@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ..core.plan import Compaction
+from ..core.actions import Compaction
 from ..policies import CACHED, RUNNING, Blocks
 from .cached import OF_VALUES
 from .holes import Start

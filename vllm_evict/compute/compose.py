@@ -73,7 +73,7 @@ def compose(config: KVPolicyConfig, shape: Shape, store: Store, holes: Holes) ->
         movers.append(offload)
         probes.append(Looks(offload, device))
     if config.context is not None:
-        movers.append(Originals(store, size, shape.held_blocks, device))
+        movers.append(Originals(store, holes, size, shape.held_blocks, device))
     if by_token:
         movers.append(Compactor(store, judges, size, bool(config.merge), device))
     return Parts(source, probes, movers)

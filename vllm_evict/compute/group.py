@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from ..config import KVPolicyConfig
-from ..core.plan import GroupPlan, HostTrouble, Reports
+from ..core.plan import GroupPlan, Reports, Trouble
 from .batch import Batch
 from .compose import compose
 from .graphs import Attends, GraphRows
@@ -59,7 +59,7 @@ class GroupRuntime:
         self._viewed: tuple[Any, StepWork | None] | None = None
 
     @property
-    def with_holes(self) -> dict[str, list[int]]:
+    def with_holes(self) -> dict[str, set[int]]:
         """Request -> its holes, logical blocks."""
         return self.holes.of_request
 
@@ -105,10 +105,10 @@ class GroupRuntime:
             part.begin(start)
 
     def changes(self) -> Iterator[tuple[str, dict[int, int]]]:
-        """Yield requests whose tables change with this step, and {logical block: physical block, 0 for a hole}."""
+        """Yield requests whose tables change with this step, and {logical block: physical block, or `HOLE`}."""
         return self.holes.changes(self._plan)
 
-    def obey(self, orders: Sequence[Any], all_reduce: AllReduce) -> HostTrouble | None:
+    def obey(self, orders: Sequence[Any], all_reduce: AllReduce) -> Trouble | None:
         """Carry out orders of one kind (see `parts.Mover.obey`)."""
         (mover,) = (mover for mover in self.movers if mover.kind is type(orders[0]))
         return mover.obey(orders, all_reduce)

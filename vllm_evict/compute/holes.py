@@ -1,11 +1,12 @@
-"""The holes of a KV group's requests, as a worker knows them."""
+"""The holes of a KV group's requests: a worker's replay of what plans say."""
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Set
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.plan import Copy, GroupPlan
+from ..core.plan import GroupPlan
+from ..core.residence import HOLE
 
 
 class Start(NamedTuple):
@@ -16,6 +17,7 @@ class Start(NamedTuple):
         gone: requests that ended or were preempted.
         resumed: preempted requests that start again.
         started: requests that start, those in `resumed` included.
+        changed: requests of which the plan fills holes, or leaves some.
         holes: holes of the group, those of `plan` included.
     """
 
@@ -23,6 +25,7 @@ class Start(NamedTuple):
     gone: Set[str]
     resumed: Set[str]
     started: Set[str]
+    changed: Set[str]
     holes: "Holes"
 
 
@@ -38,9 +41,9 @@ class Holes:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self.of_request: dict[str, list[int]] = {}
-        #: Request -> holes that the scheduler does not know yet: blocks that did not come back.
-        self._withheld: dict[str, list[int]] = {}
+        self.of_request: dict[str, set[int]] = {}
+        #: Requests of the last step whose blocks did not come back.
+        self._withheld: set[str] = set()
         #: Requests of a batch, in row order, and the tokens in the holes of each.
         self._lacks: tuple[list[str], np.ndarray] = ([], np.empty(0, np.int32))
 
@@ -55,39 +58,39 @@ class Holes:
         Returns:
             What begins with the step, for the parts of the group.
         """
+        changed, self._withheld = self._withheld, set()
+        for req_id, blocks in plan.changes.items():
+            holes = self.of_request.setdefault(req_id, set())
+            others = {block for block, physical in blocks.items() if (physical == HOLE) != (block in holes)}
+            holes ^= others
+            if others:
+                changed.add(req_id)
+            if not holes:
+                del self.of_request[req_id]
         gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
         cached = scheduler_output.scheduled_cached_reqs
         resumed = cached.resumed_req_ids
-        for req_id in gone | resumed:
-            self._forget(req_id)
         tables = {new.req_id: new.block_ids for new in scheduler_output.scheduled_new_reqs}
         if resumed:
             tables |= {req_id: ids for req_id, ids in zip(cached.req_ids, cached.new_block_ids) if req_id in resumed}
-        for req_id, holes in plan.holes.items():
-            known = self._withheld.pop(req_id, [])
-            self.of_request.setdefault(req_id, []).extend(block for block in holes if block not in known)
-            if untold := [block for block in known if block not in holes]:
-                self._withheld[req_id] = untold
-        for req_id, blocks in plan.returned.items():
-            if left := set(self.of_request.pop(req_id, ())).difference(blocks):
-                self.of_request[req_id] = list(left)
+        for req_id in gone | tables.keys():
+            self.of_request.pop(req_id, None)
         for req_id, block_ids in tables.items():
             # The table of a started request has all its holes: those of a session's former turns and of this plan, or
             # those of a cached prefix.
-            self._forget(req_id)
-            if 0 in block_ids[number]:
-                self.of_request[req_id] = np.flatnonzero(np.equal(block_ids[number], 0)).tolist()
-        if gone or tables or plan.holes or plan.returned:
+            if HOLE in block_ids[number]:
+                self.of_request[req_id] = set(np.flatnonzero(np.equal(block_ids[number], HOLE)).tolist())
+        if gone or tables or changed:
             self._lacks = [], self._lacks[1][:0]
-        return Start(plan, gone, resumed, tables.keys(), self)
+        return Start(plan, gone, resumed, tables.keys(), changed, self)
 
-    def _forget(self, req_id: str) -> None:
-        self.of_request.pop(req_id, None)
-        self._withheld.pop(req_id, None)
+    def of(self, req_id: str) -> Set[int]:
+        """Return a request's holes, logical blocks."""
+        return self.of_request.get(req_id, frozenset())
 
     def count(self, req_id: str) -> int:
         """Return the number of a request's holes."""
-        return len(self.of_request.get(req_id, ()))
+        return len(self.of(req_id))
 
     def lacking(self, req_ids: list[str]) -> np.ndarray:
         """Return the tokens in the holes of each row: int32 [R]. Cached until batch or holes change."""
@@ -102,25 +105,32 @@ class Holes:
 
     def resident(self, req_id: str, blocks: int) -> np.ndarray:
         """Return a request's first `blocks` resident logical blocks, ascending: int64 [blocks]."""
-        holes = self.of_request.get(req_id, [])
+        holes = self.of(req_id)
         is_resident = np.ones(blocks + len(holes), bool)
-        is_resident[holes] = False
+        is_resident[list(holes)] = False
         return np.flatnonzero(is_resident)
 
     def changes(self, plan: GroupPlan) -> Iterator[tuple[str, dict[int, int]]]:
-        """Yield requests whose tables change with a plan, and {logical block: physical block, 0 for a hole}."""
-        for req_id in plan.holes.keys() | plan.moved.keys():
-            holes = dict.fromkeys((*plan.holes.get(req_id, ()), *self._withheld.get(req_id, ())), 0)
-            yield req_id, plan.moved.get(req_id, {}) | holes
+        """Yield requests whose tables change with a plan, and {logical block: physical block, or `HOLE`}."""
+        for req_id, blocks in plan.changes.items():
+            # A block that did not come back is a hole, whatever the plan says.
+            yield req_id, blocks | dict.fromkeys(blocks.keys() & self.of(req_id), HOLE)
 
-    def withhold(self, copies: Sequence[Copy], plan: GroupPlan) -> list[tuple[str, int]]:
-        """Keep holes whose blocks did not come back by these copies; return request and logical block of each."""
+    def withhold(self, lost: Iterable[tuple[str, int]], plan: GroupPlan) -> list[tuple[str, int]]:
+        """Keep holes whose blocks did not come back.
+
+        Args:
+            lost: request and physical block of each.
+            plan: of the step, by which they came back.
+
+        Returns:
+            Request and logical block of each.
+        """
         missing = []
-        for each in copies:
-            for block, physical in plan.moved.get(each.req_id, {}).items():
-                if physical == each.physical:
-                    self.of_request.setdefault(each.req_id, []).append(block)
-                    self._withheld.setdefault(each.req_id, []).append(block)
-                    missing.append((each.req_id, block))
+        for req_id, physical in lost:
+            for block in [block for block, its in plan.changes.get(req_id, {}).items() if its == physical]:
+                self.of_request.setdefault(req_id, set()).add(block)
+                self._withheld.add(req_id)
+                missing.append((req_id, block))
         self._lacks = [], self._lacks[1][:0]
         return missing

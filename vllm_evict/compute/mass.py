@@ -47,18 +47,11 @@ class SumsProbe(Probe):
         for req_id, scoring in plan.track.items():
             if scoring.per_token == self._per_token:
                 sums.start(req_id, scoring)
-                # Holes of earlier plans. Holes of this plan are counted below.
-                new = len(plan.holes.get(req_id, ())) - len(plan.returned.get(req_id, ()))
-                sums.count_holes(req_id, holes.count(req_id) - new)
+                sums.set_holes(req_id, holes.count(req_id))
         for req_id, trigger in plan.triggers.items():
             sums.set_trigger(req_id, trigger)
-        for req_id, blocks in plan.holes.items():
-            if req_id not in plan.missing:
-                sums.count_holes(req_id, len(blocks))
-        for req_id, blocks in plan.returned.items():
-            sums.count_holes(req_id, -len(blocks))
-        for req_id, missing in plan.missing.items():
-            sums.set_holes(req_id, missing)
+        for req_id in start.changed | plan.missing.keys():
+            sums.set_holes(req_id, plan.missing.get(req_id, holes.count(req_id)))
 
 
 class BlockMass(SumsProbe):

@@ -6,7 +6,8 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from ..core.plan import Copy, GroupPlan, HostTrouble
+from ..core.offload import Copy
+from ..core.plan import GroupPlan, Trouble
 from .holes import Holes, Start
 from .kernels.bounds import bounds_width, key_bounds
 from .offload_pages import FilePages, MemoryPages, OffloadPages
@@ -135,9 +136,10 @@ class Offload(Mover):
     def begin(self, start: Start) -> None:
         self._plan = start.plan
 
-    def obey(self, orders: Sequence[Copy], all_reduce: AllReduce) -> HostTrouble | None:
-        missing = self._holes.withhold(self.blocks.obey(orders, all_reduce), self._plan)
+    def obey(self, orders: Sequence[Copy], all_reduce: AllReduce) -> Trouble | None:
+        failed = self.blocks.obey(orders, all_reduce)
+        missing = self._holes.withhold([(copy.req_id, copy.physical) for copy in failed], self._plan)
         why, self.blocks.pages.error = self.blocks.pages.error, None
         if fetched := [copy.physical for copy in orders if copy.kind == "fetch"]:
             self._source.refresh(fetched)
-        return None if why is None and not missing else HostTrouble(why or "", missing)
+        return None if why is None and not missing else Trouble(why or "", missing)

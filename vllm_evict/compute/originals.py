@@ -5,8 +5,8 @@ from collections.abc import Sequence, Set
 import numpy as np
 import torch
 
-from ..core.plan import KeyRotation
-from .holes import Start
+from ..core.actions import KeyRotation
+from .holes import Holes, Start
 from .needs import Needs, Sizes
 from .parts import AllReduce, Mover
 from .store import Store
@@ -28,6 +28,7 @@ class Originals(Mover):
 
     Args:
         store: KV cache of the group.
+        holes: of the group.
         block_size: tokens.
         held_blocks: most blocks that a request holds.
         device: device of the cache.
@@ -35,14 +36,14 @@ class Originals(Mover):
 
     kind = KeyRotation
 
-    def __init__(self, store: Store, block_size: int, held_blocks: int, device: torch.device) -> None:
-        self._store, self._held_blocks, self._device = store, held_blocks, device
+    def __init__(self, store: Store, holes: Holes, block_size: int, held_blocks: int, device: torch.device) -> None:
+        self._store, self._holes, self._held_blocks, self._device = store, holes, held_blocks, device
         #: Blocks that are rotated at once.
         self._some = max(TURNED // block_size, 1)
         #: Request -> {logical block: computed keys of all layers, [X] (see `Store.keys`)}.
         self._kept: dict[str, dict[int, torch.Tensor]] = {}
-        #: Request -> its new holes in this step.
-        self._holes: dict[str, list[int]] = {}
+        #: Requests whose holes changed with this step.
+        self._changed: Set[str] = frozenset()
 
     @property
     def is_empty(self) -> bool:
@@ -66,7 +67,7 @@ class Originals(Mover):
 
     def begin(self, start: Start) -> None:
         """Drop the keys of requests that ended or restart."""
-        self._holes = start.plan.holes
+        self._changed = start.changed
         for req_id in start.gone | start.resumed if self._kept else ():
             self._kept.pop(req_id, None)
 
@@ -76,10 +77,9 @@ class Originals(Mover):
 
     def obeyed(self) -> None:
         """Drop the keys of evicted blocks: the rotations may have included them."""
-        for req_id, blocks in self._holes.items():
-            if (kept := self._kept.get(req_id)) is not None:
-                for block in blocks:
-                    kept.pop(block, None)
+        for req_id in self._changed & self._kept.keys():
+            for block in self.blocks(req_id) & self._holes.of(req_id):
+                del self._kept[req_id][block]
 
     def needs(self, sizes: Sizes) -> Needs:
         tokens = max(min(TURNED, sizes.held_blocks * sizes.block_size), sizes.block_size)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core.plan import HostTrouble
+from ..core.plan import Order, Trouble
 from .holes import Start
 from .needs import Needs, Sizes
 
@@ -70,10 +70,10 @@ class Mover(Part, ABC):
         kind: type of the orders.
     """
 
-    kind: type = object
+    kind: type[Order]
 
     @abstractmethod
-    def obey(self, orders: Sequence[Any], all_reduce: AllReduce) -> HostTrouble | None:
+    def obey(self, orders: Sequence[Any], all_reduce: AllReduce) -> Trouble | None:
         """Carry out some orders of one plan, in this order.
 
         Args:
@@ -81,7 +81,7 @@ class Mover(Part, ABC):
             all_reduce: over tensor-parallel ranks.
 
         Returns:
-            What went wrong with host blocks; None: nothing.
+            What went wrong; None: nothing.
         """
 
     def obeyed(self) -> None:

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain, groupby
+from itertools import groupby
 from typing import Any
 
 import torch
 
 from ..config import KVPolicyError
-from ..core.plan import PLAN, EvictionPlan, HostTrouble, Reports
+from ..core.plan import PLAN, EvictionPlan, Reports, Trouble
 from .batch import Batch
 from .graphs import Attends
 from .group import GroupRuntime
@@ -55,7 +55,7 @@ class EvictionRuntime:
         numbers: for each group its index among all of vLLM's KV groups, which include groups of sliding windows.
         exact: whether the backend's kernel attends for all requests without holes.
         outruns: whether the plugin's kernel is faster than the layers' own (see `BackendOps.outruns`).
-        trouble: what went wrong with host blocks in the last step; None: nothing.
+        trouble: what went wrong with orders of the last step; None: nothing.
         copied: event after which the contents of the last reports are valid (see `transfer`); None: they are valid.
         views: views of the groups.
     """
@@ -85,7 +85,7 @@ class EvictionRuntime:
         self.views = Views(groups, self.batch)
         self.exact = self.outruns = False
         self.copied: Any = None
-        self.trouble: HostTrouble | None = None
+        self.trouble: Trouble | None = None
         #: Whether a plan has come. After the first plan each step with requests has a plan.
         self._planned = False
         self._scheduler_output: Any = None
@@ -279,11 +279,9 @@ class EvictionRuntime:
         Args:
             all_reduce: (float64 tensor, whether to take the maximum) -> the tensor reduced over tensor-parallel ranks.
         """
-        plan = self.plan
-        orders: Iterator[Any] = chain(plan.copies, plan.rotations, plan.compactions)
-        for (number, _), some in groupby(orders, key=lambda order: (order.group, type(order))):
-            trouble = self.groups[number].obey(list(some), all_reduce)
-            self.trouble = trouble or self.trouble
+        for (number, _), some in groupby(self.plan.orders, key=lambda order: (order.group, type(order))):
+            if (trouble := self.groups[number].obey(list(some), all_reduce)) is not None:
+                self.trouble = trouble.after(self.trouble)
         for group in self.groups:
             group.obeyed()
 

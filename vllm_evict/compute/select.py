@@ -97,7 +97,7 @@ class Selection(Source):
 
     def begin(self, start: Start) -> None:
         """Choose anew for requests that ended, started, lost blocks or got some back."""
-        for req_ids in (start.gone, start.started, start.plan.holes, start.plan.returned) if self._held else ():
+        for req_ids in (start.gone, start.started, start.changed) if self._held else ():
             for req_id in req_ids:
                 self._held.pop(req_id, None)
 

@@ -167,11 +167,6 @@ class RunningSums:
         if (slot := self._slots.get(req_id)) is not None:
             self._trigger[slot] = trigger
 
-    def count_holes(self, req_id: str, holes: int) -> None:
-        if (slot := self._slots.get(req_id)) is not None:
-            self._holes[slot] += holes
-            self._decided(slot)
-
     def set_holes(self, req_id: str, holes: int) -> None:
         """Set the number of holes by which the next decision is foreseen: a mean if KV groups share a budget."""
         if (slot := self._slots.get(req_id)) is not None:

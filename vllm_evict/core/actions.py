@@ -1,4 +1,4 @@
-"""Actions: what mechanisms decide about the blocks of one request in one KV group.
+"""Actions: what mechanisms decide about the blocks of one request in one KV group; and the orders of some actions.
 
 An action names the logical blocks that workers read, the blocks that they write, the blocks that become holes, and the
 holes that come back from the host. The scheduler applies all actions in one place: it makes written blocks private to
@@ -13,7 +13,7 @@ import numpy as np
 
 from ..config import KVPolicyConfig
 from .blocks import RequestBlocks
-from .plan import Compaction, EvictionPlan, KeyRotation, Report
+from .plan import EvictionPlan, Order, Report
 from .residence import NO_BLOCKS
 
 
@@ -46,6 +46,8 @@ class Action:
 
     def order(self, plan: EvictionPlan, source: list[int], target: list[int]) -> None:
         """Add work of this action to a plan, beside its holes.
+
+        Work on what is no logical block, such as a host block, is an order that a mechanism adds in `on_applied`.
 
         Args:
             plan: the plan that workers get next.
@@ -89,6 +91,30 @@ class Swap(Action):
 
 
 @dataclass(frozen=True, slots=True)
+class Compaction(Order):
+    """Gathers the tokens that each KV head keeps, out of `count` blocks of a request into the blocks of `target`.
+
+    Attributes:
+        config: policy that chooses the kept tokens.
+        resident: all resident physical blocks of the request, in logical order.
+        length: computed tokens in `resident`.
+        first, count: range of `resident` whose tokens are candidates.
+        target: physical blocks that kept tokens go to; kept tokens fill them.
+        position: position of the newest computed token.
+        judged: number of the decision (see `GroupPlan.judged`).
+    """
+
+    config: KVPolicyConfig
+    resident: list[int]
+    length: int
+    first: int
+    count: int
+    target: list[int]
+    position: int
+    judged: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Compact(Action):
     """Gathers the kept tokens of each KV head in `writes`, the first of the candidate blocks, and evicts the others.
 
@@ -121,7 +147,26 @@ class Compact(Action):
             self.position,
             self.judged,
         )
-        plan.compactions.append(compaction)
+        plan.orders.append(compaction)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRotation(Order):
+    """Rotates keys of a request's blocks to later positions, to close the gaps that evicted blocks left.
+
+    Attributes:
+        blocks: logical blocks.
+        source: their physical blocks.
+        target: for each block the physical block that gets its rotated keys and its values: its source, or a new block.
+        tokens: for each block the distance in positions from where its keys were computed to where they go.
+        again: for each block whether an earlier plan has rotated its keys.
+    """
+
+    blocks: list[int]
+    source: list[int]
+    target: list[int]
+    tokens: list[int]
+    again: list[bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +185,7 @@ class Rotate(Action):
 
     def order(self, plan: EvictionPlan, source: list[int], target: list[int]) -> None:
         blocks = self.writes.tolist()
-        plan.rotations.append(
+        plan.orders.append(
             KeyRotation(self.req_id, self.group, blocks, source, target, list(self.tokens), list(self.again))
         )
 

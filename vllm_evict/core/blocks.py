@@ -34,7 +34,7 @@ class RequestState:
     complained: bool = False
     #: Whether a session lost all its blocks between two turns.
     emptied: bool = False
-    #: Events of the request by key of `tally.HOST_COUNTERS`, for its usage.
+    #: Events of the request by key of the tally's counters, for its usage.
     counts: Counter[str] = field(default_factory=Counter)
 
 

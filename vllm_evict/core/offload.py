@@ -2,10 +2,31 @@
 
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 from .blocks import RequestBlocks
-from .plan import Copy, EvictionPlan
+from .plan import EvictionPlan, Order
 from .residence import Offloaded, Saved
+
+
+@dataclass(frozen=True, slots=True)
+class Copy(Order):
+    """Copies one block between a device and the host.
+
+    Attributes:
+        kind: `spill`, from the device to the host; `save`, the same of a preempted request; `fetch`, back; `poison`,
+            the host block is filled with NaN (tests).
+        physical: block of the device.
+        number: block of the host.
+    """
+
+    #: Blocks that come back with the plan are saved by it too.
+    saves: ClassVar[bool] = True
+
+    kind: str
+    physical: int
+    number: int
 
 
 class OffloadPool:
@@ -62,7 +83,7 @@ class OffloadPool:
             number = self._free.pop()
             self._held[number] = blocks, index
             blocks.residence.host[index] = Offloaded(number)
-            plan.copies.append(Copy(req_id, group, "spill", block, number))
+            plan.orders.append(Copy(req_id, group, "spill", block, number))
             blocks.state.counts["spilled"] += 1
         return dropped
 
@@ -77,7 +98,7 @@ class OffloadPool:
         numbers = [blocks.residence.host.pop(index).number for index in logical]
         for index, block, number in zip(logical, physical, numbers):
             if index not in intact:
-                plan.copies.append(Copy(req_id, group, "fetch", block, number))
+                plan.orders.append(Copy(req_id, group, "fetch", block, number))
         blocks.state.counts["recalled"] += len(logical)
         self._give_back(plan, numbers)
 
@@ -105,14 +126,14 @@ class OffloadPool:
         saved = blocks.residence.saved = Saved(computed_tokens, {index: self._free.pop() for index in physical})
         self._saved.update(saved.numbers.values())
         for index, number in saved.numbers.items():
-            plan.copies.append(Copy(req_id, group, "save", physical[index], number))
+            plan.orders.append(Copy(req_id, group, "save", physical[index], number))
         return dropped
 
     def restore(self, plan: EvictionPlan, req_id: str, group: int, blocks: RequestBlocks, saved: Saved) -> None:
         """Bring the saved blocks of a request back into `Saved.coming`. Its other blocks came from elsewhere."""
         blocks.residence.saved = None
         for index, block in saved.coming.items():
-            plan.copies.append(Copy(req_id, group, "fetch", block, saved.numbers[index]))
+            plan.orders.append(Copy(req_id, group, "fetch", block, saved.numbers[index]))
         self._give_back(plan, list(saved.numbers.values()))
 
     def close(self) -> list[RequestBlocks]:
@@ -155,4 +176,4 @@ class OffloadPool:
         self._saved.difference_update(numbers)
         self._free += reversed(numbers)
         if self._poison:
-            plan.copies += [Copy("", 0, "poison", 0, number) for number in numbers]
+            plan.orders += [Copy("", 0, "poison", 0, number) for number in numbers]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -14,8 +14,8 @@ N = TypeVar("N")
 PLAN = "kv_evict_plan"
 #: Attribute of a `ModelRunnerOutput` that holds a list of `Reports`, one for each KV group.
 REPORTS = "kv_evict_reports"
-#: Attribute of a `ModelRunnerOutput` that holds `HostTrouble`; absent without any.
-TROUBLE = "kv_evict_host_trouble"
+#: Attribute of a `ModelRunnerOutput` that holds `Trouble`; absent without any.
+TROUBLE = "kv_evict_trouble"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,77 +73,27 @@ class Repetition:
 
 
 @dataclass(frozen=True, slots=True)
-class Compaction:
-    """Gathers the tokens that each KV head keeps, out of `count` blocks of a request into the blocks of `target`.
+class Order:
+    """Work on blocks of one request that workers do before the step writes any block.
+
+    Each kind of order is a class, in the file of what decides it; a part of each worker carries it out
+    (`compute.parts.Mover`). An order names what it reads and writes in its own terms: blocks of the pool, host blocks,
+    or other memory of that part.
 
     Attributes:
-        req_id: id of the request.
+        req_id: id of the request that has, or had, the blocks; "": none.
         group: index of the KV group.
-        config: policy that chooses the kept tokens.
-        resident: all resident physical blocks of the request, in logical order.
-        length: computed tokens in `resident`.
-        first, count: range of `resident` whose tokens are candidates.
-        target: physical blocks that kept tokens go to; kept tokens fill them.
-        position: position of the newest computed token.
-        judged: number of the decision (see `GroupPlan.judged`).
     """
+
+    #: Whether it is carried out for a request that has given back its blocks, if these are saved.
+    saves: ClassVar[bool] = False
 
     req_id: str
     group: int
-    config: KVPolicyConfig
-    resident: list[int]
-    length: int
-    first: int
-    count: int
-    target: list[int]
-    position: int
-    judged: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class KeyRotation:
-    """Rotates keys of a request's blocks to later positions, to close the gaps that evicted blocks left.
-
-    Attributes:
-        req_id: id of the request.
-        group: index of the KV group.
-        blocks: logical blocks.
-        source: their physical blocks.
-        target: for each block the physical block that gets its rotated keys and its values: its source, or a new block.
-        tokens: for each block the distance in positions from where its keys were computed to where they go.
-        again: for each block whether an earlier plan has rotated its keys.
-    """
-
-    req_id: str
-    group: int
-    blocks: list[int]
-    source: list[int]
-    target: list[int]
-    tokens: list[int]
-    again: list[bool]
-
-
-class Copy(NamedTuple):
-    """One block between a device and the host.
-
-    Attributes:
-        req_id: id of the request that has, or had, the block.
-        group: KV group.
-        kind: `spill`, from the device to the host; `save`, the same of a preempted request; `fetch`, back; `poison`,
-            the host block is filled with NaN (tests).
-        physical: block of the device.
-        number: block of the host.
-    """
-
-    req_id: str
-    group: int
-    kind: str
-    physical: int
-    number: int
-
-
-class HostTrouble(NamedTuple):
-    """Host blocks that could not be written or read.
+class Trouble(NamedTuple):
+    """Blocks that orders could not write or read.
 
     Attributes:
         why: reason, as the system has it.
@@ -152,6 +102,10 @@ class HostTrouble(NamedTuple):
 
     why: str
     missing: list[tuple[str, int]]
+
+    def after(self, earlier: "Trouble | None") -> "Trouble":
+        """Return this trouble with all that is missing by an earlier one."""
+        return self if earlier is None else Trouble(self.why, earlier.missing + self.missing)
 
 
 class Waiting(NamedTuple):
@@ -166,7 +120,8 @@ class GroupPlan:
     """The plan of one KV group.
 
     Attributes:
-        holes: request -> logical blocks evicted since the last plan.
+        changes: request -> {logical block: its physical block, or `HOLE`} of each block whose place changed since the
+            last plan. Workers replay it: only where a block is now counts, not how it came there.
         missing: request -> number of holes by which a worker foresees the next decision, in place of its count.
         track: request -> how workers measure it from this step on, from zero.
         untrack: requests that workers stop to measure.
@@ -174,57 +129,27 @@ class GroupPlan:
         report: request -> statistics that workers report with this step's output.
         judged: request from which this step's decision may evict tokens -> number of the decision. Workers copy its
             sums after the step.
-        moved: request -> {logical block: new physical block}.
         repeats: shadow that starts in this step -> the tokens that it repeats.
         scored: request -> (number of a prompt, tokens). The scores of these tokens become the request's.
         forgotten: numbers of prompts whose scores workers drop.
-        returned: request -> logical blocks that are no holes any more; `moved` says where they are.
         waiting: request -> its host blocks; bounds of their keys are scored with the resident ones in this step.
         parked: preempted requests whose sums workers set aside, as they will go on.
         restored: requests that go on where they were preempted, with the sums that were set aside.
     """
 
-    holes: dict[str, list[int]] = field(default_factory=dict)
+    changes: dict[str, dict[int, int]] = field(default_factory=dict)
     missing: dict[str, int] = field(default_factory=dict)
     track: dict[str, Scoring] = field(default_factory=dict)
     untrack: set[str] = field(default_factory=set)
     triggers: dict[str, int] = field(default_factory=dict)
     report: dict[str, frozenset[str]] = field(default_factory=dict)
     judged: dict[str, int] = field(default_factory=dict)
-    moved: dict[str, dict[int, int]] = field(default_factory=dict)
     repeats: dict[str, Repetition] = field(default_factory=dict)
     scored: dict[str, tuple[int, int]] = field(default_factory=dict)
     forgotten: list[int] = field(default_factory=list)
-    returned: dict[str, list[int]] = field(default_factory=dict)
     waiting: dict[str, Waiting] = field(default_factory=dict)
     parked: set[str] = field(default_factory=set)
     restored: set[str] = field(default_factory=set)
-
-    def leave_holes(self, req_id: str, blocks: list[int]) -> None:
-        """Note that a request lost some logical blocks."""
-        if came := self.returned.get(req_id):
-            # Workers have not heard that these came back: to them they are holes already.
-            back = [block for block in blocks if block in came]
-            blocks = [block for block in blocks if block not in back]
-            for block in back:
-                came.remove(block)
-                del self.moved[req_id][block]
-            if not came:
-                del self.returned[req_id]
-        if blocks:
-            self.holes.setdefault(req_id, []).extend(blocks)
-
-    def fill_holes(self, req_id: str, blocks: dict[int, int]) -> None:
-        """Note that logical blocks of a request are back: {logical block: physical block}."""
-        left = self.holes.get(req_id, [])
-        for block in blocks:
-            if block in left:  # workers have not heard that it went
-                left.remove(block)
-            else:
-                self.returned.setdefault(req_id, []).append(block)
-        if req_id in self.holes and not left:
-            del self.holes[req_id]
-        self.moved.setdefault(req_id, {}).update(blocks)
 
 
 @dataclass(slots=True)
@@ -235,26 +160,22 @@ class EvictionPlan:
 
     Attributes:
         groups: a plan for each KV group.
-        compactions: in the order of decisions. One may write blocks that an earlier one reads.
-        rotations: in the order of decisions. A server has compactions or rotations, not both.
-        copies: between device and host, in the order in which they were decided; one may read what one before wrote.
+        orders: of all kinds, as they were decided and are carried out: one may write what one before reads, or read
+            what one before wrote.
         rewound: request -> tokens of it that are computed, where some are computed again.
         poison: freed physical blocks to fill with NaN (tests only).
         clean: reallocated physical blocks to fill with zeros (tests only).
     """
 
     groups: list[GroupPlan]
-    compactions: list[Compaction] = field(default_factory=list)
-    rotations: list[KeyRotation] = field(default_factory=list)
-    copies: list[Copy] = field(default_factory=list)
+    orders: list[Order] = field(default_factory=list)
     rewound: dict[str, int] = field(default_factory=dict)
     poison: list[int] = field(default_factory=list)
     clean: list[int] = field(default_factory=list)
     _notes: dict[Any, Any] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        sent = (self.groups, self.compactions, self.rotations, self.copies, self.rewound, self.poison, self.clean)
-        return EvictionPlan, sent
+        return EvictionPlan, (self.groups, self.orders, self.rewound, self.poison, self.clean)
 
     def of(self, kind: Callable[[], N]) -> N:
         """Return a mechanism's notes on the step: the object of this class, which is made when first asked for."""
@@ -268,17 +189,18 @@ class EvictionPlan:
         if self.poison:
             self.poison = [block for block in self.poison if block not in blocks]
 
-    def forget(self, req_id: str, copies: bool = True) -> None:
-        """Drop all orders about a request that has no block table any more; its copies too, unless they save it."""
+    def forget(self, req_id: str, saved: bool = False) -> None:
+        """Drop what the plan says of a request that has no block table any more.
+
+        Args:
+            req_id: id of the request.
+            saved: whether its blocks are saved; then orders that save (`Order.saves`) stay.
+        """
         for group in self.groups:
-            of_group = (group.holes, group.missing, group.moved, group.track, group.triggers, group.scored)
-            for told in (*of_group, group.returned, self.rewound):
+            for told in (group.missing, group.track, group.triggers, group.scored, self.rewound):
                 told.pop(req_id, None)
             group.untrack.discard(req_id)
-        self.compactions = [order for order in self.compactions if order.req_id != req_id]
-        self.rotations = [order for order in self.rotations if order.req_id != req_id]
-        if copies:
-            self.copies = [order for order in self.copies if order.req_id != req_id]
+        self.orders = [order for order in self.orders if order.req_id != req_id or (saved and order.saves)]
 
     @classmethod
     def empty(cls, groups: int) -> "EvictionPlan":

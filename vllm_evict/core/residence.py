@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 NO_BLOCKS = np.empty(0, dtype=np.int64)
+#: What a block table has at a hole, in place of a physical block: vLLM's null block.
+HOLE = 0
 
 
 class Where(Enum):

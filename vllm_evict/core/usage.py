@@ -6,15 +6,21 @@ from typing import Any
 
 from .blocks import RequestBlocks
 
-#: Field -> event of `RequestState.counts`: of blocks on the host, and of preemptions.
-ON_HOST = {
-    "spilled_blocks": "spilled",
-    "recalled_blocks": "recalled",
-    "still_there_blocks": "still_there",
-    "dropped_blocks": "dropped",
-    "asked_again": "again",
-}
-PREEMPTED = {"restored": "restored", "recomputed": "recomputed"}
+#: Fields that are None unless an event happened to the request: (events, any of which will do; field -> event). Events
+#: are those of `RequestState.counts`.
+SHOWN: tuple[tuple[tuple[str, ...], dict[str, str]], ...] = (
+    (
+        ("spilled",),
+        {
+            "spilled_blocks": "spilled",
+            "recalled_blocks": "recalled",
+            "still_there_blocks": "still_there",
+            "dropped_blocks": "dropped",
+            "asked_again": "again",
+        },
+    ),
+    (("restored", "recomputed"), {"restored": "restored", "recomputed": "recomputed"}),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +70,11 @@ class KVUsage:
 
         peak, evicted = groups[0].state.peak_blocks, sum(group.evicted_blocks for group in groups)
         limits = [group.limits for group in groups if group.limits is not None]
-        counts, shown = groups[0].state.counts, {}
-        if counts["spilled"]:
-            shown = {field: counts[event] for field, event in ON_HOST.items()}
-        if counts["restored"] or counts["recomputed"]:
-            shown |= {field: counts[event] for field, event in PREEMPTED.items()}
+        counts = groups[0].state.counts
+        shown: dict[str, int] = {}
+        for events, fields in SHOWN:
+            if any(counts[event] for event in events):
+                shown |= {field: counts[event] for field, event in fields.items()}
         return cls(
             policy=groups[0].policy,
             budget_tokens=tokens(sum(each.budget for each in limits)) if len(limits) == len(groups) else None,
@@ -80,5 +86,5 @@ class KVUsage:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return its fields, as JSON carries them; those of the host only where blocks went there."""
+        """Return its fields, as JSON carries them; those in `SHOWN` only where they are not None."""
         return {field: value for field, value in asdict(self).items() if value is not None or field == "budget_tokens"}

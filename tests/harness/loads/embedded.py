@@ -30,6 +30,9 @@ from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
 
+from parts import orders_of
+
+from vllm_evict.core.offload import Copy
 from vllm_evict.integration.engine.offloading import Offloading
 
 if __name__ == "__main__":
@@ -295,8 +298,8 @@ class Run:
     def _check_blocks(self):
         # The next plan fills these blocks.
         plan = self.engine.scheduler._plan
-        coming = {block for order in (*plan.compactions, *plan.rotations) for block in order.target}
-        coming |= {copy.physical for copy in plan.copies if copy.kind == "fetch"}
+        coming = {copy.physical for copy in orders_of(plan, Copy) if copy.kind == "fetch"}
+        coming |= {block for order in plan.orders if not isinstance(order, Copy) for block in order.target}
         for group, slices in zip(self.engine.all_managers, self._slices):
             blocks = {block.block_id for table in group.req_to_blocks.values() for block in table if not block.is_null}
             blocks = sorted(blocks - coming)
@@ -306,14 +309,14 @@ class Run:
     def _check_tables(self):
         """Workers' block tables equal the scheduler's, except for entries that the next plan changes."""
         scheduler, batch = self.engine.scheduler, self.engine.worker.model_runner.input_batch
-        for manager, plan in zip(self.engine.managers, scheduler._plan.groups):
+        for manager in self.engine.managers:
             table = batch.block_table[manager.kv_cache_group_id].block_table.np
             for request in scheduler.running:
                 row = batch.req_id_to_index.get(request.request_id)
                 if row is None:
                     continue
                 blocks = [block.block_id for block in manager.req_to_blocks[request.request_id]]
-                untold = {*plan.holes.get(request.request_id, ()), *plan.moved.get(request.request_id, ())}
+                untold = set(manager.changes.get(request.request_id, ()))
                 differ = set(np.flatnonzero(table[row, : len(blocks)] != blocks).tolist())
                 assert differ <= untold, f"{request.request_id}: workers hold others at {sorted(differ - untold)}"
 

@@ -4,6 +4,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from parts import holes_of
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
@@ -54,7 +55,7 @@ class HostTier:
         """Copy blocks in the plan's order; returns for requests and groups which logical blocks came, and where to."""
         where: dict[tuple[str, int], dict[int, int]] = {}
         came: dict[tuple[str, int], dict[int, int]] = {}
-        for copy in plan.copies:
+        for copy in plan.orders:
             if copy.kind == "poison":
                 self.held.pop(copy.number, None)
                 self.memory[copy.number] = POISON
@@ -95,7 +96,7 @@ class HostTier:
                 worker.counts.fetched += 1
                 continue
             # A block that the host has no room for is not copied before others take its place.
-            gone = at.get(copy.physical) in (None, *plan.groups[copy.group].holes.get(copy.req_id, ()))
+            gone = at.get(copy.physical) in (None, *holes_of(plan.groups[copy.group].changes).get(copy.req_id, ()))
             if whose != copy.req_id or not (gone or copy.req_id in told.parked):
                 raise Fault("host", f"{copy}: the host block is of {whose}, blocks of the request {at}")
             worker.memory[copy.physical] = self.memory[copy.number]
@@ -182,5 +183,5 @@ class HostInvariants:
         scheduler, pool = self.scheduler, self.scheduler.part(Offloading).pool
         if pool.used or pool._saved or sorted(pool._free) != list(range(pool.blocks)) or self.worker.host.held:
             raise Fault("left", f"host blocks {pool._held}, {len(pool._free)} of {pool.blocks} are free")
-        if scheduler._plan.rewound or any(copy.kind != "poison" for copy in scheduler._plan.copies):
-            raise Fault("left", f"of plans: {scheduler._plan.rewound}, {scheduler._plan.copies}")
+        if scheduler._plan.rewound or any(copy.kind != "poison" for copy in scheduler._plan.orders):
+            raise Fault("left", f"of plans: {scheduler._plan.rewound}, {scheduler._plan.orders}")

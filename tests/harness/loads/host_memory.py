@@ -39,7 +39,7 @@ class HostMemory:
         assert len(free) == len(pool._free) == pool.blocks - len(held) - len(saved)
         assert not (free | saved) & held.keys() and not free & saved, "host blocks are free and held"
         # The next plan writes these.
-        coming = {copy.number for copy in self.scheduler.next_plan.copies}
+        coming = {copy.number for copy in self.scheduler.next_plan.orders}
         for each in self._tensors:
             is_nan = torch.isnan(each).flatten(1)
             for number in free - coming:

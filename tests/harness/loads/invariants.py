@@ -5,6 +5,7 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
+from parts import holes_of
 from vllm.v1.core.kv_cache_utils import (
     get_block_hash,
     get_group_id,
@@ -156,7 +157,7 @@ class Invariants(HostInvariants):
         """
         block, pools = self.settings.block, self.scheduler.kv_policy.allocator.pools
         for manager, group in zip(self.evictable, plan.groups):
-            for req_id, holes in group.holes.items():
+            for req_id, holes in holes_of(group.changes).items():
                 request, resident = self.scheduler.requests[req_id], manager.residents[req_id]
                 limits = resident.limits
                 if limits is None or request.resumable:
@@ -226,13 +227,12 @@ class Invariants(HostInvariants):
         allocate = self.cache.allocate_slots
 
         def watched(request: Request, *args: Any, **kwargs: Any) -> Any:
-            groups = self.scheduler._plan.groups
-            before = [{req_id: len(holes) for req_id, holes in group.holes.items()} for group in groups]
+            before = [{r: len(holes) for r, holes in holes_of(each.changes).items()} for each in self.evictable]
             blocks = allocate(request, *args, **kwargs)
             lost = {
                 req_id
-                for group, known in zip(groups, before)
-                for req_id, holes in group.holes.items()
+                for each, known in zip(self.evictable, before)
+                for req_id, holes in holes_of(each.changes).items()
                 if len(holes) > known.get(req_id, 0)
             }
             if lost and blocks is None:
@@ -340,7 +340,7 @@ class Invariants(HostInvariants):
         if self.worker.rows:
             raise Fault("left", f"workers were not told of the end of {list(self.worker.rows)}")
         for manager in self.managers:
-            for name in ("req_to_blocks", "num_cached_block", "residents"):
+            for name in ("req_to_blocks", "num_cached_block", "residents", "changes"):
                 if getattr(manager, name, None):
                     raise Fault("left", f"{name} of group {manager.kv_cache_group_id}: {getattr(manager, name)}")
         if not self.evictable:
@@ -356,7 +356,7 @@ class Invariants(HostInvariants):
             told = {name: getattr(group, name) for name in group.__slots__ if name not in ("forgotten",)}
             if any(told.values()):
                 raise Fault("left", f"of plans: {told}")
-        if scheduler._plan.compactions or scheduler._plan.rotations:
+        if any(order.req_id for order in scheduler._plan.orders):
             raise Fault("left", f"orders: {scheduler._plan}")
         for reconstructions in scheduler.mechanisms.of(Reconstructions):
             for name in ("_jobs", "_shadow", "_hidden"):

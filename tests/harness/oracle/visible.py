@@ -43,7 +43,7 @@ def watch_bytes(worker):
         return [cache[block].contiguous().view(torch.uint8).clone() for cache in caches]
 
     def watched(all_reduce):
-        copies = [copy for copy in worker.kv_evict.plan.copies if copy.kind != "poison"]
+        copies = [copy for copy in worker.kv_evict.plan.orders if copy.kind != "poison"]
         now = {copy.physical: pages(copy.physical) for copy in copies}
         rearrange(all_reduce)
         for copy in copies:

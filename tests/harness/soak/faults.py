@@ -116,7 +116,7 @@ def _break_scheduler(module, fault):
 
     def broken_schedule(self, *args, **kwargs):
         output = schedule(self, *args, **kwargs)
-        if any(group.holes for group in getattr(output, plan).groups) and fault.strikes("plan"):
+        if any(group.changes for group in getattr(output, plan).groups) and fault.strikes("plan"):
             delattr(output, plan)
         return output
 

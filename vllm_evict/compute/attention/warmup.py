@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...core.plan import Compaction
+from ...core.actions import Compaction
 from ...triton_kernels.combine import padded_splits
 from ...triton_kernels.compact import compact
 from ...triton_kernels.decode_classes import decode_classes, splits_of

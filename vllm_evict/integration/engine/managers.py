@@ -130,7 +130,8 @@ class EvictableManager(hole_aware(FullAttentionManager)):  # type: ignore[misc] 
     """vLLM's manager for full attention, with holes.
 
     A hole is vLLM's null block at the evicted block's place, so positions, slot mappings and prefix hashes stay
-    vLLM's own. The scheduler decides; this class keeps tables, counts and the pool's blocks.
+    vLLM's own. The scheduler decides; this class keeps tables, counts and the pool's blocks. No other class moves
+    blocks of a request that runs, and what it moves is noted for the next plan as it is written into the table.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -143,6 +144,8 @@ class EvictableManager(hole_aware(FullAttentionManager)):  # type: ignore[misc] 
         self.held: Counter[str] = Counter()
         #: Requests that were noted over their trigger since the last `take_over_trigger`, in this order.
         self._over_trigger: dict[str, None] = {}
+        #: See `GroupPlan.changes`, of the next plan.
+        self.changes: dict[str, dict[int, int]] = {}
 
     def bind(self, number: int, max_in_flight_tokens: int, give_back: Callable[[list[KVCacheBlock]], None]) -> None:
         """Set values that the scheduler knows and vLLM does not pass to managers.
@@ -301,6 +304,7 @@ class EvictableManager(hole_aware(FullAttentionManager)):  # type: ignore[misc] 
             self._count(resident, 0)
             resident.restart()
         self._over_trigger.pop(request_id, None)
+        self.changes.pop(request_id, None)
         return super().pop_blocks_for_free(request_id)
 
     def forget(self, request_id: str) -> RequestBlocks:
@@ -308,6 +312,7 @@ class EvictableManager(hole_aware(FullAttentionManager)):  # type: ignore[misc] 
         resident = self.residents.pop(request_id)
         self._count(resident, 0)
         self._over_trigger.pop(request_id, None)
+        self.changes.pop(request_id, None)
         return resident
 
     def published_tokens(self, request_id: str) -> int:
@@ -332,29 +337,41 @@ class EvictableManager(hole_aware(FullAttentionManager)):  # type: ignore[misc] 
         taken, self._over_trigger = list(self._over_trigger), {}
         return taken
 
+    def take_changes(self) -> dict[str, dict[int, int]]:
+        """Return, and forget, where blocks are now that were moved since the last plan (see `GroupPlan.changes`)."""
+        taken, self.changes = self.changes, {}
+        return taken
+
+    def _place(self, request_id: str, blocks: Mapping[int, KVCacheBlock]) -> None:
+        """Put blocks of the pool, or the null block, into a request's table: {logical block: block}."""
+        table = self.req_to_blocks[request_id]
+        for index, block in blocks.items():
+            table[index] = block
+            self.changes.setdefault(request_id, {})[index] = block.block_id
+
     def blocks_at(self, request_id: str, indices: np.ndarray) -> list[int]:
         """Return the physical blocks of a request at logical blocks `indices`, int64 [k]."""
         table = self.req_to_blocks[request_id]
         return [table[index].block_id for index in indices.tolist()]
 
     def rewrite(
-        self, request_id: str, writes: np.ndarray, holes: np.ndarray
-    ) -> tuple[dict[int, int], list[KVCacheBlock], list[KVCacheBlock]] | None:
+        self, request_id: str, writes: np.ndarray, holes: np.ndarray, computed_tokens: int
+    ) -> tuple[list[KVCacheBlock], list[KVCacheBlock]] | None:
         """Put holes into a request's table, and private blocks at `writes`.
 
-        The caller must tell the workers with the very next plan: the pool may hand out a freed block in that step.
-        Steps in flight still read the block, and run before any write of that step. Private blocks are taken from the
-        request, from its `holes` too, or from the pool.
+        Workers have to hear of it with the very next plan: the pool may hand out a freed block in that step. Steps in
+        flight still read the block, and run before any write of that step. Private blocks are taken from the request,
+        from its `holes` too, or from the pool.
 
         Args:
             request_id: a running request, or a session between two turns.
             writes: int64 [n], ascending logical blocks that workers write into, none of them a hole.
             holes: int64 [k], ascending logical blocks that are evicted, all after those of `writes`.
+            computed_tokens: tokens computed or in flight; none of their steps sees the new holes.
 
         Returns:
-            {logical block: physical block} for `writes` that got another block, the blocks given back, and those that
-            no other request holds; None, with nothing changed, if the pool has too few new blocks and other requests
-            hold those of the request.
+            The blocks given back, and those that no other request holds; None, with nothing changed, if the pool has
+            too few new blocks and other requests hold those of the request.
         """
         table, keep = self.req_to_blocks[request_id], len(writes)
         before = [table[index] for index in (*writes.tolist(), *holes.tolist())]
@@ -366,24 +383,23 @@ class EvictableManager(hole_aware(FullAttentionManager)):  # type: ignore[misc] 
         staying = {block.block_id for block in before[:keep] if block in targets}
         rest = [block for block in targets if block.block_id not in staying]
         after = [block if block.block_id in staying else rest.pop(0) for block in before[:keep]]
-        moved = {}
-        for index, old, new in zip(writes.tolist(), before, after):
-            if new is not old:
-                table[index], moved[index] = new, new.block_id
-        for index in holes.tolist():
-            table[index] = self._null_block
+        moved = {index: new for index, old, new in zip(writes.tolist(), before, after) if new is not old}
+        self._place(request_id, moved | dict.fromkeys(holes.tolist(), self._null_block))
+        resident = self.residents[request_id]
+        if len(holes):
+            resident.evict(holes, computed_tokens)
         kept = {block.block_id for block in after}
         given_back = [block for block in before if block.block_id not in kept]
         freed = [block for block in given_back if block.ref_cnt == 1]
         self._give_back(given_back)
-        resident = self.residents[request_id]
         self._count(resident, resident.held_blocks - len(holes))
-        return moved, given_back, freed
+        return given_back, freed
 
     def bring_back(self, request_id: str, indices: Sequence[int], there: Mapping[int, KVCacheBlock]) -> dict[int, int]:
-        """Give a request blocks in the place of holes. The caller must tell the workers with the very next step.
+        """Give a request blocks in the place of holes. Workers have to hear of it with the very next plan.
 
         Args:
+            request_id: a running request.
             indices: logical blocks, all of them holes; no more than the pool has free.
             there: of these, logical block -> the block of the pool that still holds it. Others get new blocks.
 
@@ -392,11 +408,12 @@ class EvictableManager(hole_aware(FullAttentionManager)):  # type: ignore[misc] 
         """
         self.block_pool.touch(list(there.values()))
         new = iter(self.block_pool.get_new_blocks(len(indices) - len(there)))
-        table, resident = self.req_to_blocks[request_id], self.residents[request_id]
-        for index in indices:
-            table[index] = there[index] if index in there else next(new)
+        blocks = {index: there[index] if index in there else next(new) for index in indices}
+        self._place(request_id, blocks)
+        resident = self.residents[request_id]
+        resident.residence.come_back(np.array(sorted(indices), np.int64))
         self._count(resident, resident.held_blocks + len(indices))
-        return {index: table[index].block_id for index in indices}
+        return {index: block.block_id for index, block in blocks.items()}
 
     def _find_room(self, blocks: Sequence[KVCacheBlock], copies: int) -> bool:
         """Make sure that the pool has `copies` new blocks, which a request needs in place of some of its own.

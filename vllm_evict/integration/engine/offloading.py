@@ -13,7 +13,7 @@ from ...core.actions import Action, Applied, Evict
 from ...core.blocks import RequestBlocks
 from ...core.mechanisms import Offload
 from ...core.offload import OffloadPool
-from ...core.plan import TROUBLE, HostTrouble
+from ...core.plan import TROUBLE, Trouble
 from ...core.residence import Where
 from ...environment import poison_mode
 from ..start.attending import kv_heads
@@ -125,9 +125,7 @@ class Offloading(Offload):
         found = {logical: self.still_there(blocks, logical) for logical in returns}
         there = {logical: block for logical, block in found.items() if block is not None}
         back = self._manager.bring_back(action.req_id, returns, there)
-        blocks.residence.come_back(np.sort(action.returns))
         plan = self.view.next_plan
-        plan.groups[action.group].fill_holes(action.req_id, back)
         # A published block is never poisoned.
         intact = [logical for logical, block in there.items() if block.block_hash is not None or not self._poison]
         self.pool.fetch(plan, action.req_id, action.group, blocks, returns, list(back.values()), intact)
@@ -142,7 +140,7 @@ class Offloading(Offload):
         if (trouble := getattr(output, TROUBLE, None)) is not None:
             self._lose(trouble)
 
-    def _lose(self, trouble: HostTrouble) -> None:
+    def _lose(self, trouble: Trouble) -> None:
         """Go on without the host, where blocks could not be written or read: all host blocks are dropped.
 
         Blocks that did not come back become holes; workers take them for holes already.

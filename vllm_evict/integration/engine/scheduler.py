@@ -107,6 +107,8 @@ class EvictionMixin(Base):
         output = super().schedule(*args, **kwargs)
         self._note_growth(output)
         plan, self._plan = self._plan, EvictionPlan.empty(len(self.kv_managers))
+        for manager, group in zip(self.kv_managers, plan.groups):
+            group.changes = manager.take_changes()
         self._plan_starts(plan, output)
         tokens = output.num_scheduled_tokens
         self.admission.end_stall(bool(tokens))
@@ -237,7 +239,7 @@ class EvictionMixin(Base):
         return affected
 
     def apply(self, action: Action) -> None:
-        """Carry out an action of a mechanism: free blocks, and add holes and orders to the next plan.
+        """Carry out an action of a mechanism: move blocks of the request, and add orders to the next plan.
 
         An action may need private copies of blocks that other requests hold. If the pool has no room for them, nothing
         changes and the next decision tries again; a request that can't go on without the action is preempted.
@@ -251,26 +253,22 @@ class EvictionMixin(Base):
         before = dict(zip(changed.tolist(), manager.blocks_at(req_id, changed)))
         for each in self.kv_managers:
             each.count(req_id)  # the peak includes blocks that it got earlier in the step that is being planned
-        if (rewritten := manager.rewrite(req_id, action.writes, action.holes)) is None:
+        first, holes = not any(each.evicted_blocks for each in groups), len(action.holes)
+        whole = blocks.pure_tokens is None
+        # What is in flight was computed without the new holes; drafts among it may be computed again.
+        computed = settled(request) if self.num_spec_tokens else request.num_computed_tokens
+        if (rewritten := manager.rewrite(req_id, action.writes, action.holes, computed)) is None:
             if action.must:
                 self.running.remove(request)
                 self._preempt_request(request, time.monotonic())
             return
-        moved, given_back, freed = rewritten
+        given_back, freed = rewritten
         target = manager.blocks_at(req_id, action.writes)
-        first, holes = not any(each.evicted_blocks for each in groups), len(action.holes)
-        whole, group = blocks.pure_tokens is None, plan.groups[action.group]
-        if holes:
-            # What is in flight was computed without the new holes; drafts among it may be computed again.
-            pure = settled(request) if self.num_spec_tokens else request.num_computed_tokens
-            blocks.evict(action.holes, pure)
-            group.leave_holes(req_id, action.holes.tolist())
         if len(action.writes):
             # Published blocks stay published; blocks that follow them are never published.
             pure = blocks.pure_tokens
-            assert pure is not None  # `evict` sets them, and no mechanism writes blocks of a request without holes
+            assert pure is not None  # `rewrite` sets them, and no mechanism writes blocks of a request without holes
             blocks.pure_tokens = min(pure, manager.published_tokens(req_id))
-            group.moved.setdefault(req_id, {}).update(moved)
         if whole:
             self._publish_ends(request)
         action.order(plan, source, target)
@@ -385,11 +383,10 @@ class EvictionMixin(Base):
 
     def _free_request_blocks(self, request: Request) -> None:
         blocks = self.residents.get(request.request_id)
-        # A request that is preempted and saved keeps what the host has; blocks that come back with this plan are saved
-        # by it too.
-        saves = blocks is not None and blocks.residence.saved is not None and request.status == RequestStatus.RUNNING
-        self._plan.forget(request.request_id, copies=not saves)
-        if not saves:
+        # A request that is preempted and saved keeps what is saved.
+        saved = blocks is not None and blocks.residence.saved is not None and request.status == RequestStatus.RUNNING
+        self._plan.forget(request.request_id, saved)
+        if not saved:
             self.mechanisms.call("on_free", request)
         super()._free_request_blocks(request)
 

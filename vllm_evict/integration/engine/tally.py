@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
+from typing import NamedTuple
 
 #: Counter name -> help. The prefix lets vLLM unregister them with its own.
 COUNTERS = {
@@ -14,7 +14,7 @@ COUNTERS = {
     "requests": ("vllm:kv_evict_requests", "Requests that lost at least one KV block."),
     "missing": ("vllm:kv_evict_reports_missing", "Scores that workers were asked for and did not report."),
 }
-#: The same of blocks on the host: there if evicted blocks go to the host.
+#: The same of blocks on the host.
 HOST_COUNTERS = {
     "spilled": ("vllm:kv_evict_blocks_spilled", "Evicted KV blocks that were copied to the host."),
     "recalled": ("vllm:kv_evict_blocks_recalled", "KV blocks that came back from the host."),
@@ -33,12 +33,27 @@ HOST_GAUGES = {
 RESIDENT = ("vllm:kv_evict_blocks_resident", "KV blocks held by running requests.")
 
 
+class Place(NamedTuple):
+    """What is counted of a place to which evicted blocks go.
+
+    Attributes:
+        counters, gauges: as `COUNTERS`.
+    """
+
+    counters: dict[str, tuple[str, str]]
+    gauges: dict[str, tuple[str, str]]
+
+
+#: Where evicted blocks go (`KVPolicyConfig.evict`) -> what is counted there; elsewhere nothing is.
+PLACES = {"host": Place(HOST_COUNTERS, HOST_GAUGES)}
+
+
 class Tally:
     """Counts of one scheduler, by policy, since they were last taken."""
 
     def __init__(self) -> None:
         self._counts: dict[str, dict[str, int]] = defaultdict(lambda: dict.fromkeys(COUNTERS, 0))
-        self._host: dict[str, dict[str, int]] = {}
+        self._gauges: dict[str, dict[str, int]] = defaultdict(dict)
 
     def count(self, policy: str, evicted: int, freed: int, first: bool, copied: int = 0) -> None:
         counts = self._counts[policy]
@@ -49,29 +64,26 @@ class Tally:
         counts["copied"] += copied
 
     def add(self, policy: str, **counts: int) -> None:
-        """Add to `COUNTERS` and `HOST_COUNTERS` of a policy."""
+        """Add to counters of a policy, and of the place to which its blocks go."""
+        known = self._counts[policy]
         for key, count in counts.items():
-            if key in COUNTERS:
-                self._counts[policy][key] += count
-            else:
-                self._host.setdefault(policy, dict.fromkeys(HOST_COUNTERS, 0))[key] += count
+            known[key] = known.get(key, 0) + count
 
     def hold(self, policy: str, used: int, block_bytes: int) -> None:
-        """Set `HOST_GAUGES` of a policy: host blocks that hold something now, and bytes of each."""
-        counts = self._host.setdefault(policy, dict.fromkeys(HOST_COUNTERS, 0))
-        counts |= {"used": used, "bytes": used * block_bytes}
+        """Set the gauges of a policy's place: blocks there that hold something now, and bytes of each."""
+        self._gauges[policy] |= {"used": used, "bytes": used * block_bytes}
 
-    def take(self, resident: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-        """Return counts since last time, and the blocks that running requests hold now, of policies that had requests.
+    def take(self, resident: Mapping[str, int]) -> dict[str, dict[str, int]]:
+        """Return the counts since last time, and what is held now, of policies that had requests.
 
         Args:
-            resident: policy -> blocks, of each policy that ever had a request.
+            resident: policy -> blocks that running requests hold, of each policy that ever had a request.
         """
-        taken: dict[str, dict[str, Any]] = {}
-        for policy in resident.keys() | self._counts.keys() | self._host.keys():
-            taken[policy] = {**self._counts[policy], "resident": resident.get(policy, 0)}
-            if policy in self._host:
-                taken[policy]["host"] = self._host[policy]
+        policies = resident.keys() | self._counts.keys() | self._gauges.keys()
+        taken = {
+            policy: {**self._counts[policy], "resident": resident.get(policy, 0), **self._gauges[policy]}
+            for policy in policies
+        }
         self._counts.clear()
-        self._host = {}
+        self._gauges.clear()
         return taken

@@ -366,7 +366,7 @@ def hook_loggers(module: ModuleType) -> None:
                 sorted(policy.allowed),
                 beside._counter_cls,
                 beside._gauge_cls,
-                on_host=policy.evict == "host",
+                policy.evict,
             )
 
     @functools.wraps(record)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from itertools import product
 from typing import Any
 
-from ..engine.tally import COUNTERS, HOST_COUNTERS, HOST_GAUGES, RESIDENT
+from ..engine.tally import COUNTERS, PLACES, RESIDENT
 
 
 class PrometheusMetrics:
@@ -14,8 +14,8 @@ class PrometheusMetrics:
         model_name: as served.
         engines: indices of the engines.
         policies: that requests may run under.
-        on_host: whether evicted blocks go to the host.
         counter, gauge: classes that vLLM's own metrics have: prometheus_client's, or wrappers of Ray's.
+        place: where evicted blocks go (`KVPolicyConfig.evict`).
     """
 
     def __init__(
@@ -25,28 +25,28 @@ class PrometheusMetrics:
         policies: Iterable[str],
         counter: Any,
         gauge: Any,
-        on_host: bool,
+        place: str,
     ) -> None:
         labels, self._model_name = ["model_name", "engine", "policy"], model_name
-        self._metrics: dict[str, Any] = {key: counter(*named, labels) for key, named in COUNTERS.items()}
-        self._metrics["resident"] = gauge(*RESIDENT, labels, multiprocess_mode="mostrecent")
-        if on_host:
-            self._metrics |= {key: counter(*named, labels) for key, named in HOST_COUNTERS.items()}
-            for key, named in HOST_GAUGES.items():
-                self._metrics[key] = gauge(*named, labels, multiprocess_mode="mostrecent")
+        counters, self._gauges = dict(COUNTERS), {"resident": RESIDENT}
+        if place in PLACES:
+            counters |= PLACES[place].counters
+            self._gauges |= PLACES[place].gauges
+        self._metrics: dict[str, Any] = {key: counter(*named, labels) for key, named in counters.items()}
+        for key, named in self._gauges.items():
+            self._metrics[key] = gauge(*named, labels, multiprocess_mode="mostrecent")
         self._series: dict[tuple[int, str], dict[str, Any]] = {}
         for engine, policy in product(engines, policies):
             self._of(engine, policy)
 
-    def record(self, counts: dict[str, dict[str, Any]], engine: int) -> None:
+    def record(self, counts: dict[str, dict[str, int]], engine: int) -> None:
         for policy, values in counts.items():
             series = self._of(engine, policy)
-            for key in COUNTERS:
-                if values[key]:
-                    series[key].inc(values[key])
-            series["resident"].set(values["resident"])
-            for key, value in values.get("host", {}).items():
-                series[key].set(value) if key in HOST_GAUGES else series[key].inc(value)
+            for key, value in values.items():
+                if key in self._gauges:
+                    series[key].set(value)
+                elif value:
+                    series[key].inc(value)
 
     def _of(self, engine: int, policy: str) -> dict[str, Any]:
         """Return its series, by key of the counts."""

@@ -13,7 +13,7 @@ from ...compute.memory import described, needs, put_aside
 from ...compute.needs import Needs
 from ...compute.parts import Room
 from ...compute.runtime import EvictionRuntime
-from ...core.plan import REPORTS, TROUBLE, HostTrouble, Reports
+from ...core.plan import REPORTS, TROUBLE, Reports, Trouble
 from ..engine.spec import host_blocks, policy_config
 from ..start import attending, windows
 from ..start.describe import ignored_settings, kernels_line
@@ -34,7 +34,7 @@ class EvictionWorkerMixin(Base):
     _installed = False
     _needs = Needs()
     _reports: list[Reports] = []
-    _trouble: HostTrouble | None = None
+    _trouble: Trouble | None = None
     _copied: Any = None
     _ranks: Ranks
 
@@ -126,7 +126,7 @@ class EvictionWorkerMixin(Base):
     def execute_model(self, scheduler_output: Any) -> Any:
         self.kv_evict.begin(scheduler_output)
         plan = self.kv_evict.plan
-        if (plan.compactions or plan.poison) and has_kv_transfer_group():
+        if (plan.orders or plan.poison) and has_kv_transfer_group():
             # A connector may still read the blocks that the plan writes. vLLM waits for that too, but after this.
             get_kv_transfer_group().handle_preemptions(scheduler_output.kv_connector_metadata)
         self.kv_evict.rearrange(self._ranks.over_tensors)
@@ -144,8 +144,7 @@ class EvictionWorkerMixin(Base):
             self._reports = reports if self._ranks.are_last else []
             self._copied, trouble = self.kv_evict.copied, self.kv_evict.trouble
             if trouble is not None:
-                missing = [] if self._trouble is None else self._trouble.missing
-                self._trouble = trouble._replace(missing=missing + trouble.missing)
+                self._trouble = trouble.after(self._trouble)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)
@@ -154,7 +153,7 @@ class EvictionWorkerMixin(Base):
         return with_reports(output, reports, self._copied, trouble) if any(reports) or trouble else output
 
 
-def with_reports(output: Any, reports: list[Reports], copied: Any = None, trouble: HostTrouble | None = None) -> Any:
+def with_reports(output: Any, reports: list[Reports], copied: Any = None, trouble: Trouble | None = None) -> Any:
     """Return the output with the reports, at once or when it is awaited; `copied`: event after which they are on the
     host.
     """
