@@ -138,6 +138,5 @@ class Offload(Mover):
     def obey(self, orders: Sequence[Copy], all_reduce: AllReduce) -> HostTrouble | None:
         missing = self._holes.withhold(self.blocks.obey(orders, all_reduce), self._plan)
         why, self.blocks.pages.error = self.blocks.pages.error, None
-        if fetched := [copy.physical for copy in orders if copy.kind == "fetch"]:
-            self._source.refresh(fetched)
+        self._source.copied(orders)
         return None if why is None and not missing else HostTrouble(why or "", missing)

@@ -28,6 +28,11 @@ class OffloadPool:
         self._saved: set[int] = set()
 
     @property
+    def free(self) -> int:
+        """Host blocks that hold nothing."""
+        return len(self._free)
+
+    @property
     def used(self) -> int:
         """Host blocks that hold something."""
         return len(self._held) + len(self._saved)
@@ -62,7 +67,7 @@ class OffloadPool:
             number = self._free.pop()
             self._held[number] = blocks, index
             blocks.residence.host[index] = Offloaded(number)
-            plan.copies.append(Copy(req_id, group, "spill", block, number))
+            plan.copies.append(Copy(req_id, group, "spill", block, number, index))
             blocks.state.counts["spilled"] += 1
         return dropped
 

@@ -133,6 +133,7 @@ class Copy(NamedTuple):
             the host block is filled with NaN (tests).
         physical: block of the device.
         number: block of the host.
+        logical: block of the request, of a `spill`.
     """
 
     req_id: str
@@ -140,6 +141,21 @@ class Copy(NamedTuple):
     kind: str
     physical: int
     number: int
+    logical: int = -1
+
+
+class RoomOf(NamedTuple):
+    """The device blocks of a request into which workers bring what its layers read from the host.
+
+    Attributes:
+        first: its first logical block; blocks before it are sinks.
+        blocks: their number.
+        recent: blocks at the end of the request that layers always read.
+    """
+
+    first: int
+    blocks: int
+    recent: int
 
 
 class HostTrouble(NamedTuple):
@@ -182,6 +198,7 @@ class GroupPlan:
         waiting: request -> its host blocks; bounds of their keys are scored with the resident ones in this step.
         parked: preempted requests whose sums workers set aside, as they will go on.
         restored: requests that go on where they were preempted, with the sums that were set aside.
+        rooms: request -> its room, whose blocks hold what workers choose from this step on.
     """
 
     holes: dict[str, list[int]] = field(default_factory=dict)
@@ -199,6 +216,7 @@ class GroupPlan:
     waiting: dict[str, Waiting] = field(default_factory=dict)
     parked: set[str] = field(default_factory=set)
     restored: set[str] = field(default_factory=set)
+    rooms: dict[str, RoomOf] = field(default_factory=dict)
 
     def leave_holes(self, req_id: str, blocks: list[int]) -> None:
         """Note that a request lost some logical blocks."""
@@ -272,7 +290,7 @@ class EvictionPlan:
         """Drop all orders about a request that has no block table any more; its copies too, unless they save it."""
         for group in self.groups:
             of_group = (group.holes, group.missing, group.moved, group.track, group.triggers, group.scored)
-            for told in (*of_group, group.returned, self.rewound):
+            for told in (*of_group, group.returned, group.rooms, self.rewound):
                 told.pop(req_id, None)
             group.untrack.discard(req_id)
         self.compactions = [order for order in self.compactions if order.req_id != req_id]

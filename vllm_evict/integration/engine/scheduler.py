@@ -267,11 +267,11 @@ class EvictionMixin(Base):
             group.leave_holes(req_id, action.holes.tolist())
         if len(action.writes):
             # Published blocks stay published; blocks that follow them are never published.
-            pure = blocks.pure_tokens
-            assert pure is not None  # `evict` sets them, and no mechanism writes blocks of a request without holes
-            blocks.pure_tokens = min(pure, manager.published_tokens(req_id))
+            # None: a room is written, and layers still read all blocks.
+            if (pure := blocks.pure_tokens) is not None and not blocks.config.reaches:
+                blocks.pure_tokens = min(pure, manager.published_tokens(req_id))
             group.moved.setdefault(req_id, {}).update(moved)
-        if whole:
+        if whole and blocks.pure_tokens is not None:
             self._publish_ends(request)
         action.order(plan, source, target)
         # A published block may still be hit, so its content has to match its hash.

@@ -19,6 +19,7 @@ from .features import (
     MAX,
     MEAN,
     PRESSURE,
+    REACH,
     READS,
     SCORES,
     SELECT,
@@ -68,7 +69,11 @@ PLATFORM = Environment(
 GPU = Environment(
     "a GPU",
     lambda server: server.platform != "cpu",
-    {HOST_PATH: "whose copies would wait for a disk", SELECT: "where no kernel selects blocks yet"},
+    {
+        HOST_PATH: "whose copies would wait for a disk",
+        SELECT: "where no kernel selects blocks yet",
+        REACH: "where no kernel reads blocks of the host yet",
+    },
 )
 OLD_GPU = Environment(
     "a GPU of compute capability {capability[0]}.{capability[1]}",
