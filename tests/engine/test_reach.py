@@ -14,6 +14,7 @@ from parts import part_of
 
 from vllm_evict.compute.reach import Reach
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
+from vllm_evict.integration.engine.offloading import Offloading
 
 #: Of 8 blocks 1 is of sinks, 5 are the room and 2 have recent tokens.
 REACH = {"name": "full", "evict": "host", "host": "64MiB", "budget": 256, "buffer": 0, "sink": 32, "recent": 32}
@@ -55,12 +56,7 @@ def assert_reaches_like_dense(model, prompt, output, trace, read):
 def assert_nothing_left(server):
     server.assert_nothing_left()
     assert not list(part_of(server.runtime, Reach).requests)
-    assert server.scheduler.mechanisms.of(object) and not _pool(server).used
-
-
-def _pool(server):
-    (offload,) = (each for each in server.scheduler.mechanisms if hasattr(each, "pool"))
-    return offload.pool
+    assert not server.scheduler.part(Offloading).pool.used
 
 
 @pytest.mark.both_runners("8")
@@ -81,7 +77,9 @@ def test_answers_are_those_of_a_dense_model_that_chooses_for_itself(engine, deep
 
 def test_a_context_is_computed_as_stock_computes_it(engine, poisoned):
     """Log-probabilities of a prompt of 30 chunks, and its first token, with 8 blocks between chunks."""
-    subject, stock = (engine(policy, max_num_batched_tokens=32, enable_prefix_caching=False) for policy in (REACH, None))
+    subject, stock = (
+        engine(policy, max_num_batched_tokens=32, enable_prefix_caching=False) for policy in (REACH, None)
+    )
     prompts = [random_prompt(960), random_prompt(480, 1)]
     ours, theirs = (server.generate(prompts, max_tokens=1, prompt_logprobs=0) for server in (subject, stock))
     for our, their in zip(ours, theirs):
@@ -124,12 +122,18 @@ def test_contexts_are_published_whole_and_what_decodes_read_less_is_not(request,
 
 def test_a_host_that_is_full_loses_nothing(engine, deep, poisoned):
     """Requests that find no room on the host keep their blocks on the device, and may be preempted for them."""
-    server = engine({**REACH, "host": 40 * 5 * 32 * 2 * 2 * 32 * 4}, model=deep, blocks=64, max_num_seqs=4)
+    host = 40 * 5 * 32 * 2 * 2 * 32 * 4  # 40 blocks
+    server = engine({**REACH, "host": host}, model=deep, blocks=64, max_num_seqs=4, max_model_len=1024)
     for prompt, output, trace in server.answered(random_requests((700, 30), (650, 30), (600, 30), (680, 30))):
         assert np.isfinite(logprobs_of(output)).all() and not output.kv_usage.dropped_blocks
         if not trace.restarts:
             assert_reaches_like_dense(deep, prompt, output, trace, 256)
     assert_nothing_left(server)
+
+
+def test_a_host_smaller_than_the_longest_request_is_refused(engine, deep):
+    with pytest.raises(KVPolicyError, match="expected at least the 64 of a request of 2048 tokens"):
+        engine({**REACH, "host": "1MiB"}, model=deep)
 
 
 @pytest.mark.parametrize(

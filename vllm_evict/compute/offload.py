@@ -91,6 +91,11 @@ class OffloadedBlocks:
             page[sorted(failed)] = 0
         return [copy for copy in copies if copy.physical in failed]
 
+    def pages_of(self, layer: int) -> torch.Tensor:
+        """Return the pages of all host blocks in one layer, which are in memory: [blocks, ...]."""
+        assert isinstance(self.pages, MemoryPages)
+        return self.pages.own[layer]
+
     def bounds(self, layer: int, numbers: torch.Tensor) -> torch.Tensor:
         """Return the bounds of host blocks `numbers` (int64 [n]) in one layer: [n, Hkv, X]."""
         return self._bounds[layer][numbers]

@@ -163,8 +163,8 @@ READ = (
         "read",
         whole(),
         0,
-        "with `evict: host`: tokens that a decode attends to in each layer, of a request with blocks on the host; 0: as "
-        "many as its blocks on the device hold",
+        "with `evict: host`: tokens that each layer of a decode attends to, if its request has blocks on the host; 0: "
+        "as many as its blocks on the device hold",
     ),
 )
 #: Fields of every policy that evicts, with their usual defaults.

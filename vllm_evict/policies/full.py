@@ -1,7 +1,7 @@
 """Full attention: keeps everything. Without a tier it is stock vLLM, the baseline of comparisons.
 
-With `evict: host` a request keeps its budget on the device and all its blocks on the host: prompts read all of them, and
-each layer of a decode reads those that its query wants (`compute.reach`).
+With `evict: host` a request keeps its budget on the device and its other blocks on the host: prompts read all of them,
+and each layer of a decode reads those that its query wants (`compute.reach`).
 """
 
 from typing import ClassVar

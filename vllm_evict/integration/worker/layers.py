@@ -406,7 +406,7 @@ def settle(
             raise KVPolicyError(f"{name} {reason}: use {own}{UNREAD}")
     decodes &= all(map(ops.can_decode, layers.values()))
     if (config.selects or config.reaches) and not decodes:
-        field = "select" if config.selects else "evict: host of full"
+        field = "select" if config.selects else "evict: host under full"
         raise KVPolicyError(
             f"{field}: the plugin's decode kernel does not run here (VLLM_EVICT_DECODE=stock, a CPU without AVX2, fp8 "
             "caches, ALiBi slopes): leave it out"

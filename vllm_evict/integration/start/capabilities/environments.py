@@ -467,6 +467,12 @@ PIPELINE = Environment(
     },
     "use --tensor-parallel-size in place of --pipeline-parallel-size",
 )
+TENSOR_RANKS = Environment(
+    "tensor parallelism",
+    lambda server: server.parallel.tensor_parallel_size > 1,
+    {REACH: UNTRIED},
+    "set --tensor-parallel-size 1",
+)
 MICROBATCHES = Environment(
     "dual-batch overlap or microbatches",
     lambda server: server.parallel.use_ubatching,

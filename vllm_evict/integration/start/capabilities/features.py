@@ -76,7 +76,9 @@ KVZIP = Feature(
     'leave kvzip out of name and "allow" (snapkv, h2o and keydiff need no second pass)',
 )
 HOST = Feature("evict: host", lambda server: server.config.evict == "host", "set evict: drop")
-REACH = Feature("evict: host of full", lambda server: server.config.reaches, "use a policy that drops, or recall")
+REACH = Feature(
+    "evict: host under full", lambda server: server.config.reaches, "use h2o with evict: host and recall: quest"
+)
 HOST_PATH = Feature("host_path", lambda server: server.config.host_path is not None, "leave host_path out")
 SELECT = Feature("select", lambda server: server.config.selects, "leave select out")
 PRESSURE = Feature("when: pressure", lambda server: server.config.when == "pressure", "set when: budget")
