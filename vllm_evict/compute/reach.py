@@ -103,8 +103,8 @@ class Reach(Source):
         self._boxes = empty_bounds(self._store, room.blocks + room.host_blocks, self._device, "box")
 
     def begin(self, start: Start) -> None:
-        """Forget requests that ended or start over."""
-        for req_id in (*start.gone, *start.started) if self._of else ():
+        """Forget requests that ended or start over. The next turn of a session goes on with what it has."""
+        for req_id in start.gone | start.resumed if self._of else ():
             if (its := self._of.pop(req_id, None)) is not None:
                 self._slots.append(its.slot)
         self._rooms = start.plan.rooms
