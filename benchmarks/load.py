@@ -207,6 +207,8 @@ def run_load(
 
 #: Evicted blocks wait on the host, and come back.
 RECALL = {"evict": "host", "host": "1GiB", "recall": "quest"}
+#: All blocks wait on the host, and layers read there.
+REACH = {"evict": "host", "host": "1GiB"}
 
 
 def cases(options: argparse.Namespace) -> dict[str, dict | None]:
@@ -228,6 +230,7 @@ def cases(options: argparse.Namespace) -> dict[str, dict | None]:
         # At the end of the prompt alone.
         "snapkv, recalled once": {"name": "snapkv", **kept, **RECALL, "recall_every": options.output + 1},
         "sink-window, recalled": {**scored["sink-window"], **RECALL},
+        "full, reached": {"name": "full", **kept, **REACH},
     }
     chosen: dict[str, dict | None] = {"stock": None}
     for name, policy in scored.items():

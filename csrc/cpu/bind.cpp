@@ -16,6 +16,7 @@
 #include "compact.h"
 #include "fold.h"
 #include "mass.h"
+#include "reach.h"
 #include "view.h"
 
 namespace vllm_evict::python {
@@ -376,6 +377,92 @@ void resident_view(const Tensor& block_table, const Tensor& seq_lens, int64_t bl
   vllm_evict::resident_view(a, at::get_num_threads());
 }
 
+BoxProducts choose_boxes(const optional<string>& isa) {
+  // The kernels of attention know what this CPU runs.
+  const string path = choose_kernel(isa).name;
+  if (avx512_boxes && (path == "amx_bf16" || path.starts_with("avx512"))) return avx512_boxes;
+  return avx2_boxes && path == "avx2" ? avx2_boxes : portable_boxes;
+}
+
+const int32_t* check_ints(const py::handle& rows, const char* name, at::IntArrayRef sizes) {
+  const auto tensor = field<Tensor>(rows, name);
+  if (tensor.scalar_type() != at::kInt) throw py::type_error(string(name) + " must be int32");
+  if (!tensor.is_cpu() || !tensor.is_contiguous() || tensor.sizes() != sizes)
+    throw py::value_error(string(name) + " must be contiguous, with a row for each request");
+  return tensor.const_data_ptr<int32_t>();
+}
+
+std::pair<int64_t, int64_t> reach(const py::handle& rows, const Tensor& query, const Tensor& boxes,
+                                  const Tensor& held, const Tensor& read, const Tensor& cache,
+                                  const Tensor& host, const Tensor& table, double scale,
+                                  double soft_cap, const optional<Tensor>& sinks, int64_t step,
+                                  const optional<string>& isa) {
+  ReachArgs a{};
+  a.query_type = check_floats(query, "query");
+  a.box_type = check_floats(boxes, "boxes");
+  require(query.dim() == 3 && query.stride(2) == 1 && boxes.dim() == 3 && boxes.is_contiguous() &&
+              boxes.size(2) == 2 * query.size(2) && query.size(1) % boxes.size(1) == 0,
+          "query must be [T, H, D], and boxes [n, Hkv, 2 * D], contiguous");
+  check_tensor(held, "held", at::kInt, 2);
+  check_tensor(read, "read", at::kInt, 2);
+  check_tensor(table, "table", at::kInt, 2);
+  require(held.is_contiguous() && read.is_contiguous() && held.sizes() == read.sizes(),
+          "held and read must be contiguous and of one shape");
+  require(cache.is_cpu() && host.is_cpu() && cache.scalar_type() == host.scalar_type() &&
+              cache.dim() == host.dim() && cache.dim() > 1 &&
+              cache.sizes().slice(1) == host.sizes().slice(1) && cache[0].is_contiguous() &&
+              host.is_contiguous(),
+          "cache and host must have pages of one shape and dtype, each contiguous");
+  if (sinks) check_tensor(*sinks, "sinks", at::kFloat, 1);
+  require(!sinks || sinks->size(0) == query.size(1), "sinks must have H elements");
+  const auto queries = field<Tensor>(rows, "queries"), places = field<Tensor>(rows, "places");
+  require(queries.dim() == 1 && places.dim() == 2, "rows must have queries [R] and places [R, W]");
+  a.rows = queries.size(0);
+  a.width = places.size(1);
+  a.room = held.size(1);
+  for (auto [to, name] : {std::pair{&a.queries, "queries"}, {&a.full, "full"}, {&a.first, "first"},
+                          {&a.end, "end"}, {&a.chosen, "chosen"}, {&a.slots, "slots"},
+                          {&a.out_rows, "out_rows"}})
+    *to = check_ints(rows, name, {a.rows});
+  for (auto [to, name] : {std::pair{&a.places, "places"}, {&a.numbers, "numbers"},
+                          {&a.physical, "physical"}})
+    *to = check_ints(rows, name, {a.rows, a.width});
+  a.rooms = check_ints(rows, "rooms", {a.rows, a.room});
+  require(std::all_of(a.queries, a.queries + a.rows,
+                      [&](int32_t at) { return at >= 0 && at < query.size(0); }),
+          "queries must be tokens of query");
+  a.query = query.const_data_ptr();
+  a.query_token_stride = query.stride(0);
+  a.query_head_stride = query.stride(1);
+  a.heads = query.size(1);
+  a.dim = query.size(2);
+  a.boxes = boxes.const_data_ptr();
+  a.num_boxes = boxes.size(0);
+  a.kv_heads = boxes.size(1);
+  a.scale = static_cast<float>(scale);
+  a.soft_cap = static_cast<float>(soft_cap);
+  a.sinks = sinks ? sinks->const_data_ptr<float>() : nullptr;
+  a.held = held.mutable_data_ptr<int32_t>();
+  a.read = read.mutable_data_ptr<int32_t>();
+  a.num_slots = held.size(0);
+  a.step = static_cast<int32_t>(step);
+  a.cache = static_cast<char*>(cache.mutable_data_ptr());
+  a.cache_stride = cache.stride(0) * cache.element_size();
+  a.cache_pages = cache.size(0);
+  a.host = static_cast<const char*>(host.const_data_ptr());
+  a.host_stride = host.stride(0) * host.element_size();
+  a.host_pages = host.size(0);
+  a.page_bytes = cache[0].nbytes();
+  a.out = table.mutable_data_ptr<int32_t>();
+  a.out_stride = table.stride(0);
+  a.num_out_rows = table.size(0);
+  a.out_width = table.size(1);
+  const BoxProducts products = choose_boxes(isa);
+  py::gil_scoped_release release;
+  const ReachCounts counts = vllm_evict::reach(a, products, at::get_num_threads());
+  return {counts.from_host, counts.in_room};
+}
+
 }  // namespace
 }  // namespace vllm_evict::python
 
@@ -386,5 +473,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("decode_classes", decode_classes);
   module.def("fold", fold);
   module.def("kernel_path", kernel_path);
+  module.def("reach", vllm_evict::python::reach);
   module.def("resident_view", resident_view);
 }

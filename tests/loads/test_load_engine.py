@@ -37,8 +37,8 @@ def counts():
 
 
 @pytest.mark.both_runners("blocks-1")
-@pytest.mark.nightly(push=tuple(f"{kind}-{number}" for kind, number in zip(KINDS, CASES)))
-@pytest.mark.parametrize("kind, number", [*zip(KINDS, CASES), *UNLIKE])
+@pytest.mark.nightly(push=("reach-11", *(f"{kind}-{number}" for kind, number in zip(KINDS, CASES))))
+@pytest.mark.parametrize("kind, number", [*zip(KINDS, CASES), ("reach", 11), ("reach", 4), *UNLIKE])
 def test_each_kind_of_engine_under_random_load(models, async_stays, complaints, counts, kind, number):
     case, programs = make_case(number, kind), OF_KIND.get(kind, PROGRAMS)
     run_case(case, models, range(programs), SIZE, counts)

@@ -14,6 +14,7 @@ from .originals import Originals
 from .parts import Mover
 from .probes import Probe
 from .prompts import PromptScores
+from .reach import Reach
 from .select import Selection
 from .shape import Shape
 from .source import Source
@@ -47,6 +48,7 @@ def compose(config: KVPolicyConfig, shape: Shape, store: Store, holes: Holes) ->
     """
     size, device, by_token = shape.block_size, shape.device, config.granularity == "token"
     source = Selection(config, size, shape.of_places, store, device) if config.select else Source()
+    source = Reach(config, shape, store) if config.reaches else source
     probes: list[Probe] = []
     movers: list[Mover] = []
     judges: dict[bool, Judge] = {}
@@ -71,7 +73,10 @@ def compose(config: KVPolicyConfig, shape: Shape, store: Store, holes: Holes) ->
         bounds = None if config.recall == "none" else config.recall_bounds
         offload = Offload(store, holes, source, bounds, device)
         movers.append(offload)
-        probes.append(Looks(offload, device))
+        if isinstance(source, Reach):
+            source.host = offload
+        else:
+            probes.append(Looks(offload, device))
     if config.context is not None:
         movers.append(Originals(store, holes, size, shape.held_blocks, device))
     if by_token:

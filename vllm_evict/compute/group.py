@@ -173,6 +173,7 @@ class GroupRuntime:
         batch = StepBatch(self.batch, self._plan, self.holes, metadata)
         if self.with_holes:
             table, lens, logical = self.views.of(self, metadata)
+            self.source.complete(batch, table, lens)
         else:
             table, lens = metadata.block_table_tensor, metadata.seq_lens[: len(batch.req_ids)]
             logical = self.identity.expand(len(batch.req_ids), -1)

@@ -92,6 +92,11 @@ class OffloadedBlocks:
             page[sorted(failed)] = 0
         return [copy for copy in copies if copy.physical in failed]
 
+    def pages_of(self, layer: int) -> torch.Tensor:
+        """Return the pages of all host blocks in one layer, which are in memory: [blocks, ...]."""
+        assert isinstance(self.pages, MemoryPages)
+        return self.pages.own[layer]
+
     def bounds(self, layer: int, numbers: torch.Tensor) -> torch.Tensor:
         """Return the bounds of host blocks `numbers` (int64 [n]) in one layer: [n, Hkv, X]."""
         return self._bounds[layer][numbers]
@@ -140,6 +145,5 @@ class Offload(Mover):
         failed = self.blocks.obey(orders, all_reduce)
         missing = self._holes.withhold([(copy.req_id, copy.physical) for copy in failed], self._plan)
         why, self.blocks.pages.error = self.blocks.pages.error, None
-        if fetched := [copy.physical for copy in orders if copy.kind == "fetch"]:
-            self._source.refresh(fetched)
+        self._source.copied(orders)
         return None if why is None and not missing else Trouble(why or "", missing)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ..config import KVPolicyConfig
+from ..core.offload import Copy
 from .holes import Start
 from .kernels.bounds import bound_scores, key_bounds
 from .kernels.logits import logits_of
@@ -89,8 +90,10 @@ class Selection(Source):
         """Allocate bounds for all blocks of the pool."""
         self._bounds = empty_bounds(self._store, room.blocks, self._device, self._kind)
 
-    def refresh(self, blocks: Sequence[int]) -> None:
+    def copied(self, copies: Sequence[Copy]) -> None:
         """Compute the bounds of full blocks that copies have written."""
+        if not (blocks := [copy.physical for copy in copies if copy.kind == "fetch"]):
+            return
         where = to_device(np.array(blocks, np.int64), self._device)
         for (keys, _), bounds in zip(self._store.read(where, False), self._bounds):
             bounds[where] = key_bounds(keys, kind=self._kind)
@@ -103,7 +106,7 @@ class Selection(Source):
 
     def step(self, batch: StepBatch) -> StepSource:
         reads_less = self._config.reads_less(batch.queries, batch.resident_tokens, self.block_size)
-        rows, filled = np.flatnonzero(reads_less), self._filled(batch)
+        rows, filled = np.flatnonzero(reads_less), batch.filled(self.block_size)
         if filled is None and not len(rows):
             return super().step(batch)
         choices = []
@@ -115,18 +118,6 @@ class Selection(Source):
             resident = batch.table[row, : -(-int(batch.resident_tokens[row]) // self.block_size)]
             choices.append(_Choice(row, int(batch.starts[row]), resident, its))
         return SelectStep(self, choices, filled, batch)
-
-    def _filled(self, batch: StepBatch) -> torch.Tensor | None:
-        """Return the physical blocks that the step fills: int64 [n]; None: it fills none."""
-        ends = batch.seq_lens // self.block_size
-        firsts = (batch.seq_lens - batch.queries) // self.block_size
-        counts = ends - firsts
-        if not counts.any():
-            return None
-        rows = np.repeat(np.arange(len(counts)), counts)
-        places = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(firsts, counts)
-        rows, places = (to_device(each.astype(np.int64), self._device) for each in (rows, places))
-        return batch.written[rows, places].long()
 
     def choose(self, choice: "_Choice", layer: Any, place: int, query: torch.Tensor) -> torch.Tensor:
         """Return the blocks between sinks and recent blocks that a request attends to: int32, in order.

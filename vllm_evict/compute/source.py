@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..core.offload import Copy
 from .parts import Part
 from .probes import LayerCall
 from .step_batch import StepBatch
@@ -64,13 +65,23 @@ class Source(Part):
 
     Attributes:
         reads_all: whether decodes attend to all resident blocks of their requests.
+        staging: pages that it takes behind the pool's.
     """
 
     reads_all = True
+    staging = 0
 
     def step(self, batch: StepBatch) -> StepSource:
         """Return what layers read in a step."""
         return StepSource(batch.lens)
 
-    def refresh(self, blocks: Sequence[int]) -> None:
-        """Hear that copies have written full physical blocks."""
+    def complete(self, batch: StepBatch, table: torch.Tensor, lens: torch.Tensor) -> None:
+        """Give rows that read what is on the host all their blocks.
+
+        Args:
+            batch: of the step, before `see`; `resident_tokens` become those that its rows read.
+            table, lens: int32 [R, W] and [R], what layers read, to be written in place.
+        """
+
+    def copied(self, copies: Sequence[Copy]) -> None:
+        """Hear of copies between device and host, once they are carried out."""

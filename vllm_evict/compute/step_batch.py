@@ -8,6 +8,7 @@ import torch
 from ..core.plan import GroupPlan
 from .batch import Batch
 from .holes import Holes
+from .transfer import to_device
 
 
 class Row(NamedTuple):
@@ -59,6 +60,12 @@ class StepBatch:
         self.seq_lens = metadata.seq_lens_cpu_upper_bound[: len(batch.req_ids)].numpy()
         self.resident_tokens = holes.resident_tokens(self.req_ids, self.seq_lens)
         self.longest = int(self.resident_tokens.max())
+        # Graphs are of decodes.
+        rows = len(self.req_ids)
+        self.starts: np.ndarray = (
+            np.arange(rows + 1, dtype=np.int32) if in_graph else metadata.query_start_loc_cpu[: rows + 1].numpy()
+        )
+        self.queries, self.written = np.diff(self.starts), metadata.block_table_tensor
         self.rows: dict[str, Row] = {}
 
     @property
@@ -69,19 +76,25 @@ class StepBatch:
     def see(self, table: torch.Tensor, lens: torch.Tensor, logical: torch.Tensor, block_size: int) -> None:
         """Take what layers read, as the attributes have it; `logical` may be wider."""
         metadata, rows = self._metadata, len(self.req_ids)
-        # Graphs are of decodes.
-        starts = (
-            np.arange(rows + 1, dtype=np.int32) if self.in_graph else metadata.query_start_loc_cpu[: rows + 1].numpy()
-        )
-        self.starts: np.ndarray = starts
-        self.queries = np.diff(self.starts)
         self.verified, self.slack = self._batch.verified_queries(self.queries), self._batch.slack()
-        self.lengths, self.written = metadata.seq_lens[:rows], metadata.block_table_tensor
+        self.lengths = metadata.seq_lens[:rows]
         self.table, self.lens = table, lens
         self.logical = logical[:, : max(-(-self.longest // block_size), 1)]
         places = {req_id: row for row, req_id in enumerate(self.req_ids)} if self.plan.report else {}
         for req_id in self.plan.report:
             self.rows[req_id] = self._row(req_id, places[req_id], block_size)
+
+    def filled(self, block_size: int) -> torch.Tensor | None:
+        """Return the physical blocks that the step fills: int64 [n]; None: it fills none."""
+        ends = self.seq_lens // block_size
+        firsts = (self.seq_lens - self.queries) // block_size
+        counts = ends - firsts
+        if not counts.any():
+            return None
+        rows = np.repeat(np.arange(len(counts)), counts)
+        places = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(firsts, counts)
+        rows, places = (to_device(each.astype(np.int64), self.written.device) for each in (rows, places))
+        return self.written[rows, places].long()
 
     def _row(self, req_id: str, row: int, block_size: int) -> Row:
         """Return the resident blocks of one request."""

@@ -157,6 +157,16 @@ TIER = (
         "and it goes on where it was, if the host has room for all of them",
     ),
 )
+#: What decodes read of a request whose blocks wait on the host: settings of the server.
+READ = (
+    Option(
+        "read",
+        whole(),
+        0,
+        "with `evict: host`: tokens that each layer of a decode attends to, if its request has blocks on the host; 0: "
+        "as many as its blocks on the device hold",
+    ),
+)
 #: Fields of every policy that evicts, with their usual defaults.
 KEEPING = having(
     (WHEN, BUDGET, BUFFER, SINK, RECENT, PROTECT, MIN_PROMPT, PROMPT, EXACT, CONTEXT, *TIER),
@@ -267,6 +277,7 @@ NEUTRAL = {
     for options in (
         (WHEN, BUDGET, BUFFER, SINK, RECENT, PROTECT, MIN_PROMPT, PROMPT, EXACT, CONTEXT),
         TIER,
+        READ,
         SELECT,
         PER_TOKEN,
         MASS,

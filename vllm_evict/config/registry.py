@@ -103,12 +103,12 @@ class Registry(Mapping[str, Any]):
             option.validate(option.default)
         self._policies[policy.name] = policy
         found: dict[str, Option] = {}
-        for each in sorted(self.values(), key=lambda each: "budget" not in each.options):
+        for each in sorted(self.values(), key=lambda each: "protect" not in each.options):
             found |= {option.name: option for option in each.declares if option.name not in found}
         self._fields = found
 
     def fields(self) -> dict[str, Option]:
-        """Return the fields of all policies by name, in the order of declarations, policies with a budget first."""
+        """Return the fields of all policies by name, in the order of declarations, policies that evict first."""
         return self._fields
 
     def default(self, field: str) -> Any:
@@ -143,7 +143,7 @@ class Registry(Mapping[str, Any]):
     def rows(self) -> list[tuple[str, str, str, str]]:
         """Return all fields, each with its policies, its default and its meaning, in Markdown."""
         rows = [("`name`", "all", "", "the policy")]
-        every = [name for name, policy in self.items() if "budget" in policy.options]
+        every = [name for name, policy in self.items() if "protect" in policy.options]
         for field, option in self.fields().items():
             defaults: dict[str, list[str]] = {}
             for name, policy in self.items():
@@ -155,7 +155,8 @@ class Registry(Mapping[str, Any]):
             of = _names(whose)
             if len(missing := set(every) - set(whose)) <= 6 < len(whose):
                 of = "all that evict" + (f" but {_names(sorted(missing))}" if missing else "")
-                of += "".join(f", `{name}`" for name in whose if name not in every)
+                others_of = _names(name for name in whose if name not in every)
+                of += f"{'; also ' if missing else ', '}{others_of}" if others_of else ""
             rows.append((f"`{field}`", of, first + others, option.doc))
         return [*rows, ("`allow`", "all", "none", ALLOW.doc)]
 

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from .allocators import ALLOCATE, ALLOCATION, ALLOCATORS
 from .errors import KVPolicyError, instead, shown, together
-from .fields import ALLOW, SELECT, TIER
+from .fields import ALLOW, READ, SELECT, TIER
 from .groups import Groups
 from .options import Option, names_of
 from .registry import REGISTRY
@@ -116,7 +116,8 @@ class KVPolicyConfig(Sizes, Groups, Requests):
     def idle(self) -> frozenset[str]:
         """Names of fields without effect: of blocks on the host where evicted blocks are dropped, of a selection where
         decodes attend to all resident tokens, and of allocators other than this configuration's."""
-        idle = names_of(TIER) if self.evict == "drop" else frozenset()
+        idle = names_of((*TIER, *READ)) if self.evict == "drop" else frozenset()
+        idle |= {"budget", "buffer", "sink", "recent"} if self.keeps_all else frozenset()
         idle |= frozenset() if self.select else names_of(SELECT)
         own = names_of(self.allocator.declares) | {"allocate"} if self.allocator.splits else frozenset()
         return idle | (names_of(ALLOCATION) - own)
@@ -136,6 +137,8 @@ class KVPolicyConfig(Sizes, Groups, Requests):
         """Names of the policies that requests may pick."""
         if self.allow is not None:
             return frozenset(self.allow) | {self.name}
+        if self.reaches:
+            return frozenset({self.name})
         # A reconstruction costs a second pass and room for the whole prompt, so only the server can enable it.
         whole = {name for name, policy in REGISTRY.items() if not policy.reconstructs and not policy.allocator.splits}
         names = {"full"} if self.allocator.splits else whole
@@ -244,6 +247,8 @@ def _keeps_on_the_host(config: KVPolicyConfig) -> None:
         raise ValueError("retrieval: evict: host needs one KV group, and heads are split in several: use evict: drop")
     changed = [option.name for option in TIER if getattr(config, option.name) != option.default]
     if config.evict != "host":
+        if config.read:
+            raise ValueError("read: decodes read blocks of the host by it: it needs evict: host; use select without")
         if changed:
             raise ValueError(f"{changed[0]}: blocks that are dropped have no copy on the host: it needs evict: host")
         return
@@ -251,6 +256,7 @@ def _keeps_on_the_host(config: KVPolicyConfig) -> None:
         raise ValueError(f"{idle[0]}: blocks on the host never come back: it needs recall: quest")
     for refused, why in (
         (config.host is None, "it needs a size of host memory, such as host: 8GiB"),
+        (config.reaches and config.select, "decodes choose among all blocks by read: leave select out"),
         (config.when == "pressure", "'when: pressure' does not know blocks on the host: it needs when: budget"),
         (config.granularity == "token", "tokens of a head have no block to come back to: it needs granularity: block"),
         (config.context is not None, "blocks that moved up have no place to come back to: leave context out"),
@@ -262,6 +268,8 @@ def _keeps_on_the_host(config: KVPolicyConfig) -> None:
         if refused:
             raise ValueError(f"evict: host: {why}")
     for name in config.allow or ():
+        if config.reaches and name != "full":
+            raise ValueError(f"allow: evict: host of 'full' keeps every block, {name!r} does not: leave {name} out")
         if name != "full" and "evict" not in policy_named(name).options:
             others = sorted(n for n in REGISTRY if "evict" in REGISTRY[n].options)
             raise ValueError(f"allow: {name!r} has no evict: host; requests may pick: {', '.join(others)}")

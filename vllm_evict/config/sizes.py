@@ -61,6 +61,16 @@ class Sizes(Frozen):
         """Names of `budget`, `sink` and `recent` that the user did not give, and that follow the size of blocks."""
         return frozenset({"budget", "sink", "recent"} & self.policy.options) - self.given
 
+    @property
+    def reaches(self) -> bool:
+        """Whether blocks of a request over its budget wait on the host, and are read from there."""
+        return bool(self.name == "full" and self.evict == "host")
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether a request keeps all its blocks on the device."""
+        return self.name == "full" and not self.reaches
+
     def _most(self, size: str) -> int:
         """Return the tokens of `sink` or `recent` as given, or as the policy has them in a budget of any size."""
         if size not in self.unsaid:
@@ -106,7 +116,7 @@ class Sizes(Frozen):
 
     def limits(self: C, block_size: int, prompt_len: int) -> Limits | None:
         """Return the limits of a request with a prompt of this length; None if it keeps everything."""
-        if self.name == "full" or prompt_len < self.min_prompt:
+        if self.keeps_all or prompt_len < self.min_prompt:
             return None
         return self._limits(block_size, prompt_len)
 
@@ -139,7 +149,7 @@ class Sizes(Frozen):
         )
 
     def _budget_became(self: C, block_size: int) -> str:
-        if self.name == "full" or self.budget is None:
+        if self.keeps_all or self.budget is None:
             return ""
         limits = self._limits(block_size, 1)
         tokens, recent = limits.budget * block_size, math.ceil(limits.recent / block_size)
@@ -175,6 +185,18 @@ class Sizes(Frozen):
             held: resident tokens, those of the step included; as `tokens`.
         """
         return (tokens == 1) & (held > self.selected(block_size)[0] * block_size) if self.select else False
+
+    def room(self: C, limits: Limits, block_size: int) -> tuple[int, int]:
+        """Return the blocks of a request's room, where blocks of the host come to be read, and its recent blocks.
+
+        Recent blocks hold the recent tokens wherever the newest one lies in its block.
+        """
+        recent = -(-(max(limits.recent, 1) - 1) // block_size) + 1
+        return max(limits.budget - limits.sink - recent, 1), recent
+
+    def chosen(self: C, room: int, sinks: int, recent: int, block_size: int) -> int:
+        """Return the blocks that a decode chooses under `read`, beside sinks and recent blocks; at most its room."""
+        return min(max(-(-self.read // block_size) - sinks - recent, 1), room) if self.read else room
 
     def selecting(self: C, layers: int) -> tuple[frozenset[int], frozenset[int]]:
         """Return the layers that choose under `select`, and the layers that attend to a choice, of so many layers."""

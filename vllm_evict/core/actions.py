@@ -13,7 +13,7 @@ import numpy as np
 
 from ..config import KVPolicyConfig
 from .blocks import RequestBlocks
-from .plan import EvictionPlan, Order, Report
+from .plan import EvictionPlan, Order, Report, RoomOf
 from .residence import NO_BLOCKS
 
 
@@ -77,6 +77,22 @@ class Applied(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Evict(Action):
     """Evicts whole blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unload(Action):
+    """Moves blocks to the host, where layers reach them. With the first of them blocks of the device become a room.
+
+    Attributes:
+        recent: blocks at the end of the request that layers always read.
+    """
+
+    recent: int = 0
+
+    def order(self, plan: EvictionPlan, source: list[int], target: list[int]) -> None:
+        if len(self.writes):
+            room = RoomOf(int(self.writes[0]), len(self.writes), self.recent)
+            plan.groups[self.group].rooms[self.req_id] = room
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +219,8 @@ def back_to_budget(
             workers choose tokens by their own sums.
         judged: number of the decision, by which workers know these sums (see `GroupPlan.judged`).
     """
+    if blocks.config.reaches:
+        return unload(req_id, group, blocks, computed_tokens)
     if blocks.config.granularity == "block":
         victims = blocks.choose(computed_tokens, report)
         return Evict(req_id, group, victims) if len(victims) else None
@@ -222,3 +240,19 @@ def back_to_budget(
         position=computed_tokens - 1,
         judged=judged,
     )
+
+
+def unload(req_id: str, group: int, blocks: RequestBlocks, computed_tokens: int) -> Unload | None:
+    """Make the action that moves the oldest blocks above the budget to the host; None if there are none.
+
+    The first blocks after the sinks are the room. They stay on the device, and go to the host too.
+    """
+    candidates, spare = blocks.spare(computed_tokens)
+    if not spare or blocks.limits is None:
+        return None
+    room, recent = blocks.config.room(blocks.limits, blocks.block_size)
+    holes = candidates[room : room + spare]
+    if not len(holes):
+        return None
+    writes = NO_BLOCKS if blocks.residence.host else candidates[:room]
+    return Unload(req_id, group, holes=holes, writes=writes, recent=recent)

@@ -191,7 +191,8 @@ class RequestBlocks:
         Tokens of a step that attends to a part of the resident ones are not pure, nor are those that see them later.
         """
         held = first + tokens - self.holes * self.block_size
-        if self.pure_tokens is None and self.config.reads_less(tokens, held, self.block_size):
+        reaches = self.config.reaches and tokens == 1 and self.holes > 0
+        if self.pure_tokens is None and (reaches or self.config.reads_less(tokens, held, self.block_size)):
             self.pure_tokens = first
 
     def held(self, blocks: int) -> int:
@@ -307,7 +308,7 @@ class RequestBlocks:
         self.evicted_blocks += len(victims)
         for block in victims.tolist() if self.favoured else ():
             self.favoured.pop(block, None)
-        if self.pure_tokens is None:
+        if self.pure_tokens is None and not self.config.reaches:
             self.pure_tokens = computed_tokens
 
     def replaceable(self, computed_tokens: int) -> tuple[np.ndarray, int]:

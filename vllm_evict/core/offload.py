@@ -19,6 +19,7 @@ class Copy(Order):
             the host block is filled with NaN (tests).
         physical: block of the device.
         number: block of the host.
+        logical: block of the request, of a `spill`.
     """
 
     #: Blocks that come back with the plan are saved by it too.
@@ -27,6 +28,7 @@ class Copy(Order):
     kind: str
     physical: int
     number: int
+    logical: int = -1
 
 
 class OffloadPool:
@@ -47,6 +49,11 @@ class OffloadPool:
         self._held: OrderedDict[int, tuple[RequestBlocks, int]] = OrderedDict()
         #: Host blocks of preempted requests.
         self._saved: set[int] = set()
+
+    @property
+    def free(self) -> int:
+        """Host blocks that hold nothing."""
+        return len(self._free)
 
     @property
     def used(self) -> int:
@@ -83,7 +90,7 @@ class OffloadPool:
             number = self._free.pop()
             self._held[number] = blocks, index
             blocks.residence.host[index] = Offloaded(number)
-            plan.orders.append(Copy(req_id, group, "spill", block, number))
+            plan.orders.append(Copy(req_id, group, "spill", block, number, index))
             blocks.state.counts["spilled"] += 1
         return dropped
 

@@ -92,6 +92,20 @@ class Order:
     group: int
 
 
+class RoomOf(NamedTuple):
+    """The device blocks of a request into which workers bring what its layers read from the host.
+
+    Attributes:
+        first: its first logical block; blocks before it are sinks.
+        blocks: their number.
+        recent: blocks at the end of the request that layers always read.
+    """
+
+    first: int
+    blocks: int
+    recent: int
+
+
 class Trouble(NamedTuple):
     """Blocks that orders could not write or read.
 
@@ -135,6 +149,7 @@ class GroupPlan:
         waiting: request -> its host blocks; bounds of their keys are scored with the resident ones in this step.
         parked: preempted requests whose sums workers set aside, as they will go on.
         restored: requests that go on where they were preempted, with the sums that were set aside.
+        rooms: request -> its room, whose blocks hold what workers choose from this step on.
     """
 
     changes: dict[str, dict[int, int]] = field(default_factory=dict)
@@ -150,6 +165,7 @@ class GroupPlan:
     waiting: dict[str, Waiting] = field(default_factory=dict)
     parked: set[str] = field(default_factory=set)
     restored: set[str] = field(default_factory=set)
+    rooms: dict[str, RoomOf] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -197,7 +213,7 @@ class EvictionPlan:
             saved: whether its blocks are saved; then orders that save (`Order.saves`) stay.
         """
         for group in self.groups:
-            for told in (group.missing, group.track, group.triggers, group.scored, self.rewound):
+            for told in (group.missing, group.track, group.triggers, group.scored, group.rooms, self.rewound):
                 told.pop(req_id, None)
             group.untrack.discard(req_id)
         self.orders = [order for order in self.orders if order.req_id != req_id or (saved and order.saves)]

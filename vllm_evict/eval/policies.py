@@ -34,7 +34,7 @@ class Contender:
     @property
     def budget(self) -> Budget:
         """Tokens, a ratio of the prompt, or None: the whole cache, or where heads are split its `share`."""
-        return None if self.config.name == "full" else self.config.budget
+        return None if self.config.keeps_all else self.config.budget
 
     @property
     def options(self) -> dict[str, Any]:
@@ -45,6 +45,8 @@ class Contender:
     def xargs(self) -> dict[str, Any]:
         """The arguments of a request. A budget that is not given is the server's."""
         own = {} if self.budget is None or "budget" in self.config.unsaid else {"kv_budget": self.budget}
+        if self.config.reaches:  # the sizes of its server
+            own = {}
         return {"kv_policy": self.config.name} | own
 
     def share(self, tokens: int, block_size: int, ranks: int = 1) -> float | None:
@@ -155,7 +157,8 @@ def contenders(
                 fields = {k: v for k, v in config.to_dict().items() if k != "allow"}
                 label = Path(entry).stem if not entry.startswith("{") else _label(config)
             policy = POLICIES[fields["name"]]
-            for budget in budgets if budgets and "budget" in policy.options else [fields.get("budget")]:
+            sized = "budget" in policy.options and not KVPolicyConfig.parse(fields).keeps_all
+            for budget in budgets if budgets and sized else [fields.get("budget")]:
                 at = fields if budget is None else fields | {"budget": budget}
                 if budget is not None and policy.window_is_the_budget:
                     at = {k: v for k, v in at.items() if k != "recent"}

@@ -1,17 +1,24 @@
-"""Full attention: keeps everything, as stock vLLM does. The baseline of comparisons."""
+"""Full attention: keeps everything. Without a tier it is stock vLLM, the baseline of comparisons.
+
+With `evict: host` a request keeps its budget on the device and its other blocks on the host: prompts read all of them,
+and each layer of a decode reads those that its query wants (`compute.reach`).
+"""
 
 from typing import ClassVar
 
 import numpy as np
 
-from ..config.fields import SELECT
+from ..config.fields import KEEPING, READ, SELECT
 from ..config.options import Option
 from .base import Blocks, Policy
+
+#: Fields of a request whose blocks wait on the host.
+TIERED = ("budget", "buffer", "sink", "recent", "evict", "host")
 
 
 class Full(Policy):
     name = "full"
-    declares: ClassVar[tuple[Option, ...]] = SELECT
+    declares: ClassVar[tuple[Option, ...]] = (*(option for option in KEEPING if option.name in TIERED), *READ, *SELECT)
 
     def importance(self, blocks: Blocks) -> np.ndarray:
-        return np.full(len(blocks.index), np.inf)
+        return blocks.index

@@ -120,12 +120,23 @@ def _latent(rng, sizes):
     return _pressure(rng, sizes) if rng.random() < 0.3 else _blocks(rng, sizes)
 
 
+def _reach(rng, sizes):
+    # The host holds the longest request at least.
+    host = rng.choice([LONGEST, 3 * LONGEST // 2, 512]) * sizes["sink"] << 10
+    return {"name": "full", **sizes, "evict": "host", "host": host, "read": rng.choice([0, 4 * sizes["sink"]])}
+
+
 def _full(rng, sizes):
     return {"name": "full"}
 
 
-#: Kinds that have to be named, because their models are slow.
-BY_NAME = {"hybrid": ("falcon_h1", _blocks), "hybrid-tokens": ("falcon_h1", _tokens), "gdn": ("qwen3_next", _blocks)}
+#: Kinds that have to be named: their models are slow, or numbers of cases are older than they are.
+BY_NAME = {
+    "reach": ("plain", _reach),
+    "hybrid": ("falcon_h1", _blocks),
+    "hybrid-tokens": ("falcon_h1", _tokens),
+    "gdn": ("qwen3_next", _blocks),
+}
 #: Kind -> model, and what makes a policy of it.
 KINDS = {
     "blocks": ("plain", _blocks),

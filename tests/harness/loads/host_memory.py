@@ -4,6 +4,7 @@ import torch
 from parts import part_of
 
 from vllm_evict.compute.offload import Offload
+from vllm_evict.compute.reach import Reach
 from vllm_evict.integration.engine.offloading import Offloading
 
 
@@ -18,6 +19,8 @@ class HostMemory:
         self.pool, self.scheduler = engine.scheduler.part(Offloading).pool, engine.scheduler
         host = part_of(engine.runtime, Offload).blocks
         self._pages, self._tensors = host.pages.own, [*host.pages.own, *host._bounds]
+        if (reach := part_of(engine.runtime, Reach)) is not None:
+            self._tensors += [boxes[reach._pool :] for boxes in reach._boxes]
         if not self.pool.used:
             with torch.inference_mode():
                 for each in self._tensors:
@@ -30,6 +33,7 @@ class HostMemory:
             for logical, (number, *_) in blocks.residence.host.items():
                 assert number not in held, f"host block {number} is for {held[number]} and for {req_id}"
                 is_hole = blocks.residence.saved is not None or manager.req_to_blocks[req_id][logical].is_null
+                is_hole |= blocks.config.reaches  # its room is on the host too
                 assert is_hole, f"{req_id} has block {logical}, and on the host"
                 held[number] = req_id
         preempted = [blocks.residence.saved for blocks in manager.residents.values() if blocks.residence.saved]

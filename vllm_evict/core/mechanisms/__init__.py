@@ -7,10 +7,11 @@ from .offload import Offload
 from .pressure import Pressure
 from .profiles import Profiles
 from .prompts import WholePrompts
+from .reach import Reach
 from .recall import Again, Recall
 from .shared import SharedBudget
 
 __all__ = [
-    "Again", "Budget", "Context", "Group", "Mechanism", "Offload", "Pressure", "Profiles", "Recall", "SchedulerView",
-    "SharedBudget", "Step", "WholePrompts",
+    "Again", "Budget", "Context", "Group", "Mechanism", "Offload", "Pressure", "Profiles", "Reach", "Recall",
+    "SchedulerView", "SharedBudget", "Step", "WholePrompts",
 ]  # fmt: skip

@@ -58,10 +58,12 @@ class SchedulerView(Protocol):
         spare_blocks: free blocks that running requests do not need for what they may have in flight.
         kv_policy: the server's policy.
         max_in_flight_tokens: most tokens of a request in flight.
+        max_model_len: most tokens of a request.
     """
 
     kv_policy: KVPolicyConfig
     max_in_flight_tokens: int
+    max_model_len: int
 
     groups: Sequence[Group]
     requests: Mapping[str, Any]

@@ -53,7 +53,7 @@ class Admission:
             may_outgrow = request.resumable or bool(limits and math.ceil(longest / block_size) > limits.bound)
             blocks = RequestBlocks(part, limits, block_size, config.name, may_outgrow, key, state=state)
             manager.residents[request.request_id] = blocks
-            self.bounds |= part.name != "full"
+            self.bounds |= not part.keeps_all
 
     def _granted(self, request: Request, asked: dict[str, Any]) -> KVPolicyConfig:
         """Return the policy of a request with these arguments and this prompt so far."""

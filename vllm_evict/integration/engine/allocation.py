@@ -80,7 +80,7 @@ class Reads(Mechanism):
 
     @classmethod
     def serves(cls, config: KVPolicyConfig) -> bool:
-        return config.selects
+        return config.selects or config.reaches
 
 
 def count_published(cache: Any, published: Callable[[Any], int | None]) -> None:

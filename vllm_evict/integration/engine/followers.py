@@ -33,7 +33,8 @@ class Follower(Mechanism):
 
     def on_applied(self, applied: Applied) -> None:
         action, blocks = applied.action, applied.blocks
-        assert blocks.pure_tokens is not None  # the request has lost blocks
+        if blocks.pure_tokens is None:  # layers still read all that the request has lost
+            return
         group = self._scheduler.kv_managers[action.group].kv_cache_group_id
         self.lost(action.req_id, group, applied.before, blocks.pure_tokens)
 

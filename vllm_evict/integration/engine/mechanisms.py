@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from ...core.mechanisms import Again, Budget, Context, Mechanism, Profiles, Recall, SharedBudget, WholePrompts
+from ...core.mechanisms import Again, Budget, Context, Mechanism, Profiles, Reach, Recall, SharedBudget, WholePrompts
 from ...core.mechanisms.base import M
 from .allocation import Reads
 from .offloading import Offloading
@@ -16,7 +16,7 @@ from .reconstruction import Reconstructions
 #: that come back out of what is poisoned, and `Offloading` before `Again`. `Again` decides before `Budget`.
 KINDS: tuple[type[Mechanism], ...] = (
     Poison, Reads, WholePrompts, RoomMaker, Offloading, Preempted, Again, Profiles, Budget, SharedBudget, Recall,
-    Context, Reconstructions,
+    Reach, Context, Reconstructions,
 )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.outputs import ModelRunnerOutput
 
-from ...core.actions import Action, Applied, Evict
+from ...core.actions import Action, Applied, Evict, Unload
 from ...core.blocks import RequestBlocks
 from ...core.mechanisms import Offload
 from ...core.offload import OffloadPool
@@ -34,7 +34,7 @@ class Offloading(Offload):
         config, vllm_config = scheduler.kv_policy, scheduler.vllm_config
         self._scheduler, self._cache = scheduler, scheduler.kv_cache_manager
         (self._manager,) = scheduler.kv_managers
-        if config.recall == "none" and config.preempt != "host":
+        if config.recall == "none" and config.preempt != "host" and not config.reaches:
             logger.warning(
                 "evict: 'host' got recall: 'none'; expected 'quest'; evicted blocks are copied to the host and never "
                 "come back; set recall: quest or evict: drop"
@@ -81,6 +81,8 @@ class Offloading(Offload):
         No request is preempted for what comes back: it takes blocks that the action frees, and blocks that the requests
         which run do not need for what they may have in flight. No block goes for one that can't come.
         """
+        if isinstance(action, Unload) and len(action.holes) + len(action.writes) > self.pool.free:
+            return None  # nothing is lost: the request keeps its blocks
         if not len(action.returns):
             return action
         returns, holes, spare = len(action.returns), [], self.view.spare_blocks
@@ -107,6 +109,8 @@ class Offloading(Offload):
         """Keep the content of blocks that an action evicts."""
         action, blocks = applied.action, applied.blocks
         before, residence, lost = blocks.state.counts["spilled"], blocks.residence, action.holes.tolist()
+        if isinstance(action, Unload):
+            lost = action.writes.tolist() + lost
         leaving, coming = [applied.before[block] for block in lost], [residence.host[block].number for block in returns]
         plan = self.view.next_plan
         for loser in self.pool.spill(plan, action.req_id, action.group, blocks, lost, leaving, coming):

@@ -264,12 +264,12 @@ class EvictionMixin(Base):
             return
         given_back, freed = rewritten
         target = manager.blocks_at(req_id, action.writes)
-        if len(action.writes):
+        pure = blocks.pure_tokens
+        # None: layers read all blocks, though some are holes.
+        if len(action.writes) and pure is not None and not blocks.config.reaches:
             # Published blocks stay published; blocks that follow them are never published.
-            pure = blocks.pure_tokens
-            assert pure is not None  # `rewrite` sets them, and no mechanism writes blocks of a request without holes
             blocks.pure_tokens = min(pure, manager.published_tokens(req_id))
-        if whole:
+        if whole and blocks.pure_tokens is not None:
             self._publish_ends(request)
         action.order(plan, source, target)
         # A published block may still be hit, so its content has to match its hash.

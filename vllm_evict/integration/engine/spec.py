@@ -99,6 +99,13 @@ def host_blocks(vllm_config: VllmConfig, config: KVPolicyConfig, block_bytes: in
             f"host: {config.host} bytes hold no block of {block_bytes} bytes on {ranks} ranks; expected at least "
             f"{ranks * block_bytes}"
         )
+    longest = math.ceil(vllm_config.model_config.max_model_len / vllm_config.cache_config.block_size)
+    if config.reaches and blocks < longest:  # a request that finds no room there keeps its blocks on the device
+        raise KVPolicyError(
+            f"host: {config.host} bytes hold {blocks} blocks; expected at least the {longest} of a request of "
+            f"{vllm_config.model_config.max_model_len} tokens, {longest * ranks * block_bytes} bytes; set host to "
+            "more, or --max-model-len to less"
+        )
     return blocks
 
 

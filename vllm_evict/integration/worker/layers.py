@@ -405,10 +405,11 @@ def settle(
             own = "" if advice.is_own_dtype(vllm_config) else f"{advice.own_dtype(vllm_config)}, or "
             raise KVPolicyError(f"{name} {reason}: use {own}{UNREAD}")
     decodes &= all(map(ops.can_decode, layers.values()))
-    if config.selects and not decodes:
+    if (config.selects or config.reaches) and not decodes:
+        field = "select" if config.selects else "evict: host under full"
         raise KVPolicyError(
-            "select: the plugin's decode kernel does not run here (VLLM_EVICT_DECODE=stock, a CPU without AVX2, fp8 "
-            "caches, ALiBi slopes): leave select out"
+            f"{field}: the plugin's decode kernel does not run here (VLLM_EVICT_DECODE=stock, a CPU without AVX2, fp8 "
+            "caches, ALiBi slopes): leave it out"
         )
     runtime.settle(decodes, all(map(ops.outruns, layers.values())), _is_exact(vllm_config, config, ops))
 

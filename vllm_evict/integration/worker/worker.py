@@ -17,7 +17,7 @@ from ...core.plan import REPORTS, TROUBLE, Reports, Trouble
 from ..engine.spec import host_blocks, policy_config
 from ..start import attending, windows
 from ..start.describe import ignored_settings, kernels_line
-from . import layers, runners
+from . import layers, runners, staging
 from .ranks import Ranks
 from .reorder import guard_reload, reordering
 
@@ -55,6 +55,8 @@ class EvictionWorkerMixin(Base):
             specs = super().get_kv_cache_spec()
             self.kv_evict = layers.install(self.vllm_config, policy_config(self.vllm_config), self.get_model(), specs)
             runners.install(self.model_runner, self.kv_evict, self.use_v2_model_runner)
+            if (pages := max(group.source.staging for group in self.kv_evict.groups)) > 0:
+                staging.reserve(self.model_runner, pages)
             self._ranks = Ranks()
         return super().get_kv_cache_spec()
 

@@ -19,6 +19,7 @@ from .features import (
     MAX,
     MEAN,
     PRESSURE,
+    REACH,
     READS,
     SCORES,
     SELECT,
@@ -68,7 +69,11 @@ PLATFORM = Environment(
 GPU = Environment(
     "a GPU",
     lambda server: server.platform != "cpu",
-    {HOST_PATH: "whose copies would wait for a disk", SELECT: "where no kernel selects blocks yet"},
+    {
+        HOST_PATH: "whose copies would wait for a disk",
+        SELECT: "where no kernel selects blocks yet",
+        REACH: "where no kernel reads blocks of the host yet",
+    },
 )
 OLD_GPU = Environment(
     "a GPU of compute capability {capability[0]}.{capability[1]}",
@@ -461,6 +466,12 @@ PIPELINE = Environment(
         LAUNCHER: "whose stages would each have a scheduler",
     },
     "use --tensor-parallel-size in place of --pipeline-parallel-size",
+)
+TENSOR_RANKS = Environment(
+    "tensor parallelism",
+    lambda server: server.parallel.tensor_parallel_size > 1,
+    {REACH: UNTRIED},
+    "set --tensor-parallel-size 1",
 )
 MICROBATCHES = Environment(
     "dual-batch overlap or microbatches",

@@ -30,7 +30,7 @@ UNREAD = 'a policy without scores, context, recall and select (sink-window), and
 
 def reads_keys(config: KVPolicyConfig) -> bool:
     """Return whether the plugin's kernels read keys of the cache."""
-    return bool(config.statistics or config.context or config.recall != "none" or config.selects)
+    return bool(config.statistics or config.context or config.recall != "none" or config.selects or config.reaches)
 
 
 def _measured(server: Server) -> list[KVPolicyConfig]:
@@ -41,7 +41,7 @@ def _measured(server: Server) -> list[KVPolicyConfig]:
 ANY = Feature("any policy", lambda server: True, "leave --kv-policy out", "{}")
 EVICTS = Feature(
     "any policy but `full`",
-    lambda server: server.config.allowed != {"full"},
+    lambda server: server.config.allowed != {"full"} or server.config.reaches,
     'use {"name": "full", "allow": []}, which evicts nothing, or leave --kv-policy out for this model',
     "{}",
 )
@@ -76,6 +76,9 @@ KVZIP = Feature(
     'leave kvzip out of name and "allow" (snapkv, h2o and keydiff need no second pass)',
 )
 HOST = Feature("evict: host", lambda server: server.config.evict == "host", "set evict: drop")
+REACH = Feature(
+    "evict: host under full", lambda server: server.config.reaches, "use h2o with evict: host and recall: quest"
+)
 HOST_PATH = Feature("host_path", lambda server: server.config.host_path is not None, "leave host_path out")
 SELECT = Feature("select", lambda server: server.config.selects, "leave select out")
 PRESSURE = Feature("when: pressure", lambda server: server.config.when == "pressure", "set when: budget")

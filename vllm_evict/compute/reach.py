@@ -1,0 +1,270 @@
+"""Layers reach blocks of the host: prompts read all of them, and each layer of a decode those that its query wants.
+
+A request over its budget has sinks, a room and recent blocks on the device, and all blocks after its sinks on the host.
+The room is a run of its blocks whose content differs from layer to layer: what the layer has read last. A box of keys
+stands for each full block, wherever it lives (Quest: Tang et al., ICML 2024, arXiv:2406.10774). Before a layer decodes,
+it scores all full blocks of a row with its own query, brings the best ones into the room, and attends to sinks, best
+blocks and recent blocks. A chunk of a prompt attends to all blocks: those that the device lacks are copied to staging
+pages, which lie behind the pool's.
+
+Each tensor-parallel rank chooses for its own heads: nothing is lost, so ranks need not agree.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from ..config import KVPolicyConfig
+from ..core.mechanisms.reach import staging_blocks
+from ..core.offload import Copy
+from ..core.plan import RoomOf
+from .holes import Start
+from .kernels.bounds import key_bounds
+from .kernels.logits import logits_of
+from .kernels.reach import ReachRows, reach
+from .offload import Offload, empty_bounds
+from .parts import Room
+from .probes import LayerCall
+from .shape import Shape
+from .source import Source, StepSource
+from .step_batch import StepBatch
+from .store import Store
+from .transfer import to_device
+
+
+@dataclass(slots=True)
+class _Reached:
+    """What is known of a request with blocks on the host.
+
+    Attributes:
+        slot: its row in arrays of rooms.
+        room: its room.
+        chosen: blocks that a decode chooses.
+        numbers: int64 [blocks], the host block of each logical block; -1: it is in the pool alone.
+    """
+
+    slot: int
+    room: RoomOf
+    chosen: int
+    numbers: np.ndarray
+
+
+class Reach(Source):
+    """What layers of one KV group read of requests with blocks on the host.
+
+    Args:
+        config: policy of the group's heads.
+        shape: sizes of the group.
+        store: KV cache of the group.
+
+    Attributes:
+        host: the host blocks; set before memory is allocated.
+        counts: `from_host`, blocks of the host that layers of decodes have read; `in_room`, those of them that were
+            in the room.
+    """
+
+    reads_all = False
+    host: Offload
+
+    def __init__(self, config: KVPolicyConfig, shape: Shape, store: Store) -> None:
+        self._config, self._store, self._device, self.block_size = config, store, shape.device, shape.block_size
+        self._most = shape.max_blocks
+        self.staging = staging_blocks(shape.max_model_len, shape.block_size)
+        self._boxes: list[torch.Tensor] = []
+        self._of: dict[str, _Reached] = {}
+        #: Rooms of the plan whose copies come next.
+        self._rooms: dict[str, RoomOf] = {}
+        self._slots = list(range(shape.max_requests))
+        #: int32 [layers, requests, room], the logical block in each block of a room, and the step that read it last.
+        self._held = self._read = torch.full((shape.layers, shape.max_requests, 0), -1, dtype=torch.int32)
+        self._steps = 0
+        #: Blocks of the pool, after which come staging pages in the cache, and blocks of the host in `_boxes`.
+        self._pool = 0
+        self.counts = Counter[str]()
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the boxes on their device."""
+        return sum(boxes.nbytes for boxes in self._boxes)
+
+    @property
+    def requests(self) -> Iterable[str]:
+        """Requests with blocks on the host."""
+        return self._of.keys()
+
+    def allocate(self, room: Room) -> None:
+        """Allocate boxes for all blocks of the pool, and after them for those of the host."""
+        self._pool = room.blocks
+        self._boxes = empty_bounds(self._store, room.blocks + room.host_blocks, self._device, "box")
+
+    def begin(self, start: Start) -> None:
+        """Forget requests that ended or start over. The next turn of a session goes on with what it has."""
+        for req_id in start.gone | start.resumed if self._of else ():
+            if (its := self._of.pop(req_id, None)) is not None:
+                self._slots.append(its.slot)
+        self._rooms = start.plan.rooms
+
+    def copied(self, copies: Sequence[Copy]) -> None:
+        """Note the blocks that are on the host from now on; their boxes go with them."""
+        if poisoned := [self._pool + copy.number for copy in copies if copy.kind == "poison"]:
+            for boxes in self._boxes:
+                boxes[poisoned] = float("nan")
+        spills = [copy for copy in copies if copy.kind == "spill"]
+        for each in spills:
+            if (its := self._of.get(each.req_id)) is None:
+                its = self._of[each.req_id] = self._new(self._rooms[each.req_id])
+            its.numbers[each.logical] = each.number
+        if spills:
+            there, numbers = ([getattr(copy, name) for copy in spills] for name in ("physical", "number"))
+            for boxes in self._boxes:
+                boxes[[self._pool + number for number in numbers]] = boxes[there]
+
+    def _new(self, room: RoomOf) -> _Reached:
+        if (more := room.blocks - self._held.shape[2]) > 0:
+            self._held, self._read = (functional.pad(each, (0, more), value=-1) for each in (self._held, self._read))
+        slot = self._slots.pop()
+        self._held[:, slot] = self._read[:, slot] = -1
+        chosen = self._config.chosen(room.blocks, room.first, room.recent, self.block_size)
+        return _Reached(slot, room, chosen, np.full(self._most, -1, np.int64))
+
+    def complete(self, batch: StepBatch, table: torch.Tensor, lens: torch.Tensor) -> None:
+        """Bring all blocks of the step's prompts to the device, and name them in the table."""
+        pages: list[int] = []
+        numbers: list[int] = []
+        rows = [row for row, req_id in enumerate(batch.req_ids) if batch.queries[row] > 1 and req_id in self._of]
+        if not rows:
+            return
+        tokens, free = batch.resident_tokens.copy(), self._pool
+        for row in rows:
+            its, length = self._of[batch.req_ids[row]], int(batch.seq_lens[row])
+            blocks = -(-length // self.block_size)
+            its_table = batch.written[row, :blocks].clone()
+            on_host = np.flatnonzero(its.numbers[:blocks] >= 0)
+            room = slice(its.room.first, its.room.first + its.room.blocks)
+            absent = on_host[on_host >= room.stop]
+            its_table[to_device(absent, self._device)] = torch.arange(
+                free, free + len(absent), dtype=torch.int32, device=self._device
+            )
+            free += len(absent)
+            pages += its_table[to_device(on_host, self._device)].tolist()
+            numbers += its.numbers[on_host].tolist()
+            table[row, :blocks], lens[row], tokens[row] = its_table, length, length
+            self._held[:, its.slot, : its.room.blocks] = torch.arange(room.start, room.stop, dtype=torch.int32)
+        assert free <= self._pool + self.staging, "prompts of a step need more staging pages than there are"
+        batch.resident_tokens, batch.longest = tokens, int(tokens.max())
+        self.host.blocks.pages.read(self._store.pages(), pages, numbers)
+
+    def step(self, batch: StepBatch) -> StepSource:
+        rows = [row for row, req_id in enumerate(batch.req_ids) if batch.queries[row] == 1 and req_id in self._of]
+        filled = batch.filled(self.block_size)
+        if filled is None and not rows:
+            return super().step(batch)
+        self._steps += 1
+        return ReachStep(self, np.array(rows, np.int64), filled, batch)
+
+    def fill(self, call: LayerCall, filled: torch.Tensor) -> None:
+        """Compute the boxes of blocks that the step has filled, in one layer."""
+        keys, _ = call.ops.read(call.layer, call.kv_cache, filled, False)
+        self._boxes[call.place][filled] = key_bounds(keys)
+
+    def read(self, call: LayerCall, rows: ReachRows, table: torch.Tensor) -> None:
+        """Choose what rows read in one layer, bring it to the device, and write it into the table."""
+        place, layer = call.place, call.layer
+        from_host, in_room = reach(
+            rows,
+            call.query,
+            self._boxes[place],
+            self._held[place],
+            self._read[place],
+            call.kv_cache,
+            self.host.blocks.pages_of(place),
+            table,
+            layer.impl.scale,
+            **logits_of(layer),
+            step=self._steps,
+        )
+        self.counts.update(from_host=from_host, in_room=in_room)
+
+    def rows(self, batch: StepBatch, rows: np.ndarray) -> tuple[ReachRows, np.ndarray, np.ndarray]:
+        """Return what the kernel knows of rows that choose, int64 [R].
+
+        Returns:
+            The rows; int32 [R, W], the table that layers read, whose entries for chosen blocks are left out; int32 [R],
+            the tokens in it.
+        """
+        reached = [self._of[batch.req_ids[row]] for row in rows]
+        lengths = batch.seq_lens[rows].astype(np.int64)
+        blocks = -(-lengths // self.block_size)
+        first, room, recent = np.array([its.room for its in reached]).T
+        chosen, width = np.array([its.chosen for its in reached]), int(blocks.max())
+        written = batch.written[rows, :width].numpy()
+        numbers = np.stack([its.numbers[:width] for its in reached])
+        offsets = np.arange(self._held.shape[2])
+        rooms = np.take_along_axis(written, np.minimum(first[:, None] + offsets, width - 1), 1)
+        known = (
+            batch.starts[rows],
+            blocks - 1,
+            first,
+            blocks - recent,
+            chosen,
+            np.array([its.slot for its in reached]),
+            rows,
+            np.where(numbers >= 0, self._pool + numbers, written),
+            numbers,
+            written,
+            np.where(offsets < room[:, None], rooms, -1),
+        )
+        # Sinks, chosen blocks, recent blocks.
+        table = np.zeros((len(rows), int((first + chosen + recent).max())), np.int32)
+        for row, (sinks, count, last) in enumerate(zip(first, chosen, recent)):
+            table[row, :sinks] = written[row, :sinks]
+            table[row, sinks + count : sinks + count + last] = written[row, blocks[row] - last : blocks[row]]
+        tokens = (first + chosen + recent - 1) * self.block_size + (lengths - 1) % self.block_size + 1
+        made = (torch.from_numpy(np.ascontiguousarray(each, dtype=np.int32)) for each in known)
+        return ReachRows(*made), table, tokens.astype(np.int32)
+
+
+class ReachStep(StepSource):
+    """What layers of one step read. One table serves all layers in turn: each writes its choice into it.
+
+    Args:
+        reach: of the KV group.
+        rows: int64 [R], rows that choose.
+        filled: physical blocks that the step fills; None: it fills none.
+        batch: of the step.
+    """
+
+    is_plain = False
+
+    def __init__(self, reach: Reach, rows: np.ndarray, filled: torch.Tensor | None, batch: StepBatch) -> None:
+        super().__init__(batch.lens)
+        self._reach, self._filled, self.rows = reach, filled, rows
+        self._metadata: tuple[Any, Any] = (None, None)
+        if not len(rows):
+            return
+        self._rows, read, tokens = reach.rows(batch, rows)
+        # Rows beside them that the plugin's kernel attends for have no more blocks than the resident ones.
+        count, table = len(batch.resident_tokens), batch.table
+        self._table = torch.zeros((count, max(read.shape[1], table.shape[1])), dtype=torch.int32)
+        self._table[:, : table.shape[1]] = table[:count]
+        self._table[rows, : read.shape[1]] = torch.from_numpy(read)
+        self._lens = batch.lens[:count].index_copy(0, torch.from_numpy(rows), torch.from_numpy(tokens))
+
+    def table(self, call: LayerCall) -> tuple[Any, torch.Tensor]:
+        """Compute the boxes of blocks that filled, choose and fetch for the layer; return what it reads."""
+        if self._filled is not None:
+            self._reach.fill(call, self._filled)
+        if not len(self.rows):
+            return super().table(call)
+        self._reach.read(call, self._rows, self._table)
+        if self._metadata[0] is not call.metadata:
+            read = copy(call.metadata)
+            read.block_table = self._table
+            self._metadata = call.metadata, read
+        return self._metadata[1], self._lens
