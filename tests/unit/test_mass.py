@@ -28,6 +28,9 @@ def kernels() -> list[str]:
 
 ISAS = kernels()
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+#: Dtypes of queries that meet fp8 caches.
+QUERIES_OF = {E4M3: BF16, E5M2: F32}
 needs_extension = pytest.mark.skipif(not ISAS, reason="vllm_evict._C_cpu is not built")
 each_isa = pytest.mark.parametrize("isa", ISAS)
 
@@ -62,7 +65,7 @@ class Batch:
         keys = torch.randn(num_blocks, heads[1], block_size, dim, generator=random) * magnitude
         self.key_cache.copy_(pack_keys(keys.to(dtype), layout))
         tokens = sum(query_lens)
-        query = torch.randn(tokens + 3, heads[0] + 1, dim, generator=random).to(dtype)
+        query = torch.randn(tokens + 3, heads[0] + 1, dim, generator=random).to(QUERIES_OF.get(dtype, dtype))
         self.query = query[:tokens, 1:]  # neither dense nor at the beginning
         self.starts = torch.tensor([0, *itertools.accumulate(query_lens)], dtype=torch.int32)
         self.seq_lens = torch.tensor(seq_lens, dtype=torch.int32)
@@ -127,6 +130,11 @@ SHAPES = [  # heads, dim, block size, dtype, layout, batch
     ((7, 1), 32, 32, BF16, "amx", MIXED),
     ((2, 2), 128, 32, F16, "vec", DECODE),
     ((8, 1), 128, 16, F16, "vec16", PREFILL),
+    ((4, 2), 64, 32, E4M3, "vec", MIXED),
+    ((14, 2), 128, 48, E4M3, "vec", PREFILL),
+    ((5, 1), 96, 64, E5M2, "vec", MIXED),
+    ((4, 2), 64, 32, E4M3, "amx", MIXED),
+    ((6, 1), 96, 48, E5M2, "amx", PREFILL),
 ]
 
 
@@ -243,7 +251,9 @@ def test_huge_equal_scores(isa):
 
 
 @each_isa
-@pytest.mark.parametrize("layout,dtype", [("vec", F32), ("vec", BF16), ("vec", F16), ("amx", BF16)])
+@pytest.mark.parametrize(
+    "layout,dtype", [("vec", F32), ("vec", BF16), ("vec", F16), ("amx", BF16), ("vec", E4M3), ("amx", E5M2)]
+)
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 def test_foreign_blocks_and_unwritten_tails_do_not_matter(isa, layout, dtype, poison):
     batch = Batch([1, 37], [45, 70], block_size=64, dtype=dtype, layout=layout)
