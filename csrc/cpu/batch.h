@@ -55,9 +55,9 @@ inline int64_t entries(const MassArgs& a, int64_t r, int64_t blocks) {
 
 // How a kernel takes `rows` rows. A register of AMX holds 32 dims of 16 rows; fewer rows waste it.
 inline Queries queries_of(const MassArgs& a, const Kernel& kernel, int64_t rows, bool attends) {
-  const bool bf16 = a.packing == Packing::bf16 || a.packing == Packing::amx;
-  if (!bf16 || a.query_type != Type::bf16 || !kernel.dots_pairs) return Queries::floats;
-  const bool tiles = kernel.dots_tiles && a.packing == Packing::amx && a.dim % 32 == 0;
+  if (a.packing.type != Type::bf16 || a.query_type != Type::bf16 || !kernel.dots_pairs)
+    return Queries::floats;
+  const bool tiles = kernel.dots_tiles && a.packing.amx && a.dim % 32 == 0;
   return tiles && !attends && rows >= kTileRows / 2 ? Queries::tiles : Queries::pairs;
 }
 
@@ -78,15 +78,16 @@ inline void fill_sinks(const MassArgs& a, int64_t first_head, int64_t rows, int6
 }
 
 // Replaces the softmax sums of `count` rows by factors that turn Output::sums into outputs.
-inline void to_factors(const Rows& rows, int64_t count, const float* peak, float* mass) {
+inline void to_factors(const MassArgs& a, const Rows& rows, int64_t count, const float* peak,
+                       float* mass) {
   for (int64_t row = 0; row < count; ++row) {
     if (!rows.sinks) {
-      mass[row] = 1.f / mass[row];
+      mass[row] = a.value_scale / mass[row];
       continue;
     }
     const float top = std::max(peak[row], rows.sinks[row]);  // NaN stays
     const float ours = std::exp2(peak[row] - top);
-    mass[row] = ours / (mass[row] * ours + std::exp2(rows.sinks[row] - top));
+    mass[row] = a.value_scale * ours / (mass[row] * ours + std::exp2(rows.sinks[row] - top));
   }
 }
 

@@ -39,8 +39,7 @@ void check_tensor(const Tensor& tensor, const char* name, at::ScalarType type, i
                           "-dimensional, the last dimension contiguous");
 }
 
-Type check_floats(const Tensor& tensor, const char* name) {
-  if (!tensor.is_cpu()) throw py::value_error(string(name) + " must be on the CPU");
+optional<Type> type_of(const Tensor& tensor) {
   switch (tensor.scalar_type()) {
     case at::kFloat:
       return Type::f32;
@@ -48,18 +47,34 @@ Type check_floats(const Tensor& tensor, const char* name) {
       return Type::bf16;
     case at::kHalf:
       return Type::f16;
+    case at::kFloat8_e4m3fn:
+      return Type::e4m3;
+    case at::kFloat8_e5m2:
+      return Type::e5m2;
     default:
-      throw py::type_error(string(name) + " must be float32, bfloat16 or float16");
+      return {};
   }
 }
 
-Packing check_packing(const string& layout, Type type) {
-  if (layout == "amx") {
-    if (type != Type::bf16) throw py::type_error("layout 'amx' packs bfloat16 keys only");
-    return Packing::amx;
-  }
-  require(layout == "vec" || layout == "vec16", "layout must be one of vec, vec16, amx");
-  return type == Type::f32 ? Packing::f32 : type == Type::bf16 ? Packing::bf16 : Packing::f16;
+Type check_queries(const Tensor& query) {
+  require(query.is_cpu(), "query must be on the CPU");
+  const optional<Type> type = type_of(query);
+  if (!type || bytes_of(*type) == 1)
+    throw py::type_error("query must be float32, bfloat16 or float16");
+  return *type;
+}
+
+Packing check_packing(const string& layout, const Tensor& keys) {
+  require(keys.is_cpu(), "key_cache must be on the CPU");
+  const optional<Type> type = type_of(keys);
+  if (!type)
+    throw py::type_error(
+        "key_cache must be float32, bfloat16, float16, float8_e4m3fn or float8_e5m2");
+  require(layout == "vec" || layout == "vec16" || layout == "amx",
+          "layout must be one of vec, vec16, amx");
+  if (layout == "amx" && type != Type::bf16 && bytes_of(*type) > 1)
+    throw py::type_error("layout 'amx' packs bfloat16 and float8 keys only");
+  return {*type, layout == "amx"};
 }
 
 #if defined(__x86_64__)
@@ -129,9 +144,8 @@ MassArgs check_attention(const py::handle& attention) {
   const auto weights = field<optional<Tensor>>(attention, "weights");
   MassArgs a{};
   a.per_token = field<bool>(attention, "per_token");
-  a.query_type = check_floats(query, "query");
-  a.packing =
-      check_packing(field<string>(attention, "layout"), check_floats(key_cache, "key_cache"));
+  a.query_type = check_queries(query);
+  a.packing = check_packing(field<string>(attention, "layout"), key_cache);
   check_tensor(block_table, "block_table", at::kInt, 2);
   check_tensor(query_start_loc, "query_start_loc", at::kInt, 1);
   check_tensor(seq_lens, "seq_lens", at::kInt, 1);
@@ -158,7 +172,9 @@ MassArgs check_attention(const py::handle& attention) {
           "mass must have one row for each KV head or one for all");
   require(!weights || weights->size(0) == query.size(0), "weights must have T elements");
   require(!sinks || sinks->size(0) == query.size(1), "sinks must have H elements");
-  a.scale = static_cast<float>(field<double>(attention, "scale"));
+  a.scale = static_cast<float>(field<double>(attention, "scale")) * unit_of(a.packing.type);
+  a.value_scale =
+      static_cast<float>(field<double>(attention, "value_scale")) * unit_of(a.packing.type);
   a.soft_cap = static_cast<float>(field<double>(attention, "soft_cap"));
   require(a.soft_cap >= 0, "soft_cap must be 0 (none) or positive");
 

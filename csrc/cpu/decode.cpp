@@ -136,7 +136,7 @@ void Decode::attend(int64_t piece, void* memory) {
     std::fill_n(all.peak + first, count, kUnseen);
     std::fill_n(all.mass + first, count, 0.f);
   }
-  const int64_t bytes = a_.packing == Packing::f32 ? 4 : 2;
+  const int64_t bytes = bytes_of(a_.packing.type);
   const int64_t head = item.kv_head * a_.key_head_stride * bytes;
   const Blocks blocks = {static_cast<const char*>(a_.keys) + head,
                          a_.packing,
@@ -169,7 +169,7 @@ void Decode::finish(int64_t index, void* memory) {
     }
   }
   const Rows all = rows(item, memory, false);
-  to_factors(all, group_, peak, mass);
+  to_factors(a_, all, group_, peak, mass);
   write_rows(d_, &item.token, item.kv_head * group_, group_, sums, mass);
   if (item.tile < 0) return;
   float* to = folded_.get() + item.mass;

@@ -175,7 +175,7 @@ Pass prepare(const MassArgs& a, const Kernel& kernel, const Plan& plan, const De
     std::fill_n(scratch.peak(i), tiles * columns, kUnseen);
     std::fill_n(scratch.mass(i), tiles * columns, 0.f);
   }
-  const int64_t bytes = a.packing == Packing::f32 ? 4 : 2;
+  const int64_t bytes = bytes_of(a.packing.type);
   const int64_t head = unit.kv_head * a.key_head_stride * bytes;
   Output output{};
   if (d) {
@@ -218,7 +218,7 @@ void run_units(const MassArgs& a, const Kernel& kernel, const Plan& plan, const 
       if (d) {
         const Output& output = pass.output;
         kernel.attend(pass.rows, pass.blocks, 0, pass.num_blocks, pass.tiles, output);
-        to_factors(pass.rows, pass.rows.count, output.peak, output.mass);
+        to_factors(a, pass.rows, pass.rows.count, output.peak, output.mass);
         write_rows(*d, plan.tokens.data() + unit.first_token + t,
                    unit.kv_head * (a.heads / a.kv_heads), pass.rows.count, output.sums,
                    output.mass);

@@ -7,10 +7,22 @@
 
 namespace vllm_evict {
 
-enum class Type { f32, bf16, f16 };
+// Types of elements. Caches alone have the last two, float8_e4m3fn and float8_e5m2.
+enum class Type { f32, bf16, f16, e4m3, e5m2 };
 
-// Packing of a block's keys and values: "vec" of some type, or "amx" (bfloat16).
-enum class Packing { f32, bf16, f16, amx };
+constexpr int64_t bytes_of(Type type) {
+  return type == Type::f32 ? 4 : type == Type::e4m3 || type == Type::e5m2 ? 1 : 2;
+}
+
+// What an element stands for, in the unit that kernels read it in. They read e4m3 as the float16 of its
+// bits, whose exponent has a bias of 15 where e4m3's has 7. Scales of keys and values have the factor.
+constexpr float unit_of(Type type) { return type == Type::e4m3 ? 256.f : 1.f; }
+
+// Packing of a block's keys and values: "vec", or "amx" of elements of up to 2 bytes.
+struct Packing {
+  Type type;
+  bool amx;
+};
 
 // One call of block_mass or decode_mass. Strides count elements.
 struct MassArgs {
@@ -29,7 +41,8 @@ struct MassArgs {
   int64_t out_request_stride, out_head_stride, out_width;
   bool sum_heads;  // out has one row for all KV heads
   bool per_token;  // entries of out are tokens instead of blocks
-  float scale;
+  float scale;         // of products, with that of quantised keys
+  float value_scale;   // of quantised values
   float soft_cap;      // of scores: soft_cap * tanh(score / soft_cap); 0: none
   const float* sinks;  // [heads], logits that belong to no token, or null
   int64_t requests, tokens, heads, kv_heads, dim, block_size, num_blocks;

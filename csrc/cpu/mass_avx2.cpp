@@ -9,6 +9,7 @@
 #define LANES 8
 #define REGISTERS 16
 #define ROWS 4
+#define WIDEN_U8(from) _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)(from)))
 #define WIDEN_U16(x) _mm256_cvtepu16_epi32((__m128i)(x))
 #define WIDEN_F16(x) _mm256_cvtph_ps((__m128i)(x))
 #include "mass_kernel.h"

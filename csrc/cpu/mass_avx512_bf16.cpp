@@ -9,6 +9,7 @@
 #define LANES 16
 #define REGISTERS 32
 #define ROWS 8
+#define WIDEN_U8(from) _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)(from)))
 // Masked, since GCC 12 warns of an uninitialised variable in the plain intrinsics.
 #define WIDEN_U16(x) _mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)(x))
 #define WIDEN_F16(x) _mm512_maskz_cvtph_ps(0xffff, (__m256i)(x))

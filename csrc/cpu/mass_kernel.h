@@ -4,6 +4,7 @@
 //   REGISTERS   how many such registers there are,
 //   ROWS        query rows kept in registers together;
 // and, if there are instructions for them,
+//   WIDEN_U8    LANES uint8 in memory to uint16,
 //   WIDEN_U16   LANES uint16 to uint32,
 //   WIDEN_F16   LANES float16 to float32,
 //   DOT_BF16    float + dot product of two pairs of bfloat16, in each of LANES words,
@@ -24,6 +25,7 @@ typedef float Vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t IntVec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t WordVec __attribute__((vector_size(4 * LANES)));
 typedef uint16_t HalfVec __attribute__((vector_size(2 * LANES)));
+typedef int16_t ShortVec __attribute__((vector_size(2 * LANES)));
 
 template <class V>
 inline V load(const void* from) {
@@ -128,30 +130,73 @@ struct Bf16 {
 struct F16 {
   uint16_t bits;
 };
+struct E4m3 {
+  uint8_t bits;
+};
+struct E5m2 {
+  uint8_t bits;
+};
 
-inline WordVec widen_words(const void* from) {
-#ifdef WIDEN_U16
-  return (WordVec)WIDEN_U16(load<HalfVec>(from));
+inline HalfVec widen_bytes(const void* from) {
+#ifdef WIDEN_U8
+  return (HalfVec)WIDEN_U8(from);
 #else
-  return __builtin_convertvector(load<HalfVec>(from), WordVec);
+  typedef uint8_t ByteVec __attribute__((vector_size(LANES)));
+  return __builtin_convertvector(load<ByteVec>(from), HalfVec);
 #endif
 }
 
-inline Vec widen(const float* from) { return load<Vec>(from); }
-
-inline Vec widen(const Bf16* from) { return (Vec)(widen_words(from) << 16); }
-
-inline Vec widen(const F16* from) {
-#ifdef WIDEN_F16
-  return (Vec)WIDEN_F16(load<HalfVec>(from));
+inline WordVec widen_words(HalfVec words) {
+#ifdef WIDEN_U16
+  return (WordVec)WIDEN_U16(words);
 #else
-  const WordVec bits = widen_words(from);
+  return __builtin_convertvector(words, WordVec);
+#endif
+}
+
+inline Vec widen_f16(HalfVec words) {
+#ifdef WIDEN_F16
+  return (Vec)WIDEN_F16(words);
+#else
+  const WordVec bits = widen_words(words);
   const WordVec sign = (bits & 0x8000) << 16;
   // The exponents' biases differ by 112. The product is exact for subnormals too.
   const Vec finite = (Vec)((bits & 0x7fff) << 13) * 0x1p112f;
   const WordVec special = (bits & 0x7c00) == 0x7c00 ? WordVec{} + 0x7f800000 : WordVec{};
   return (Vec)((WordVec)finite | special | sign);
 #endif
+}
+
+// Bytes of fp8 in the upper halves of words, as float16 in the unit of unit_of(). NaN of e4m3 becomes
+// finite, 480, as in vLLM's kernels.
+inline HalfVec to_f16(HalfVec upper, const E4m3*) {
+  return (HalfVec)((ShortVec)upper >> 1) & 0xbf80;
+}
+inline HalfVec to_f16(HalfVec upper, const E5m2*) { return upper; }
+
+inline Vec widen(const float* from) { return load<Vec>(from); }
+
+inline Vec widen(const Bf16* from) { return (Vec)(widen_words(load<HalfVec>(from)) << 16); }
+
+inline Vec widen(const F16* from) { return widen_f16(load<HalfVec>(from)); }
+
+template <class Fp8>
+inline Vec widen(const Fp8* from) {
+  return widen_f16(to_f16(widen_bytes(from) << 8, from));
+}
+
+// LANES pairs of elements: the first of each, then the second.
+inline void widen_pairs(const Bf16* from, Vec (&to)[2]) {
+  const WordVec pairs = load<WordVec>(from);
+  to[0] = (Vec)(pairs << 16);
+  to[1] = (Vec)(pairs & 0xffff0000);
+}
+
+template <class Fp8>
+inline void widen_pairs(const Fp8* from, Vec (&to)[2]) {
+  const HalfVec pairs = load<HalfVec>(from);
+  to[0] = widen_f16(to_f16(pairs << 8, from));
+  to[1] = widen_f16(to_f16(pairs & 0xff00, from));
 }
 
 // The unit of multiplication: two dims of LANES tokens by two dims of one query, in kSteps
@@ -193,7 +238,7 @@ struct DimRows {
   }
 #ifdef DOT_BF16
   static void read(const T* from, int64_t block_size, Pairs& to) {
-    to.pairs = widen_words(from) | widen_words(from + block_size) << 16;
+    to.pairs = widen_words(load<HalfVec>(from)) | widen_words(load<HalfVec>(from + block_size)) << 16;
   }
 #endif
   static void prefetch(const T* from, int64_t block_size) {
@@ -209,32 +254,25 @@ struct DimRows {
 };
 
 // Pairs of dims of 16 tokens are adjacent. Of values, pairs of tokens of 16 dims are.
+template <class T>
 struct PairRows {
-  typedef Bf16 Element;
-  static constexpr int kBytes = LANES * 2 * sizeof(Bf16);
+  typedef T Element;
+  static constexpr int kBytes = LANES * 2 * sizeof(T);
   static int64_t offset(int64_t token, int64_t dim) {
     return token / 16 * 16 * dim + token % 16 * 2;
   }
   static int64_t step(int64_t) { return 32; }
-  static void read(const Bf16* from, int64_t, Dims& to) {
-    const WordVec pairs = load<WordVec>(from);
-    to.dim[0] = (Vec)(pairs << 16);
-    to.dim[1] = (Vec)(pairs & 0xffff0000);
-  }
+  static void read(const T* from, int64_t, Dims& to) { widen_pairs(from, to.dim); }
 #ifdef DOT_BF16
-  static void read(const Bf16* from, int64_t, Pairs& to) { to.pairs = load<WordVec>(from); }
+  static void read(const T* from, int64_t, Pairs& to) { to.pairs = load<WordVec>(from); }
 #endif
-  static void prefetch(const Bf16* from, int64_t) { __builtin_prefetch(from); }
+  static void prefetch(const T* from, int64_t) { __builtin_prefetch(from); }
   static constexpr int kTokens = 2;
   static int64_t value_offset(int64_t token, int64_t at, int64_t block_size, int64_t) {
     return at / 16 * 16 * block_size + token / 2 * 32 + at % 16 * 2;
   }
   static int64_t value_step(int64_t) { return 32; }
-  static void read_values(const Bf16* from, Vec (&value)[2]) {
-    const WordVec pairs = load<WordVec>(from);
-    value[0] = (Vec)(pairs << 16);
-    value[1] = (Vec)(pairs & 0xffff0000);
-  }
+  static void read_values(const T* from, Vec (&value)[2]) { widen_pairs(from, value); }
 };
 
 // ---- Scores
@@ -608,7 +646,7 @@ void score_tiles(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t 
   _tile_loadconfig(&tile_shapes);
   for (int64_t token = begin * blocks.size; token < end * blocks.size; token += N * LANES) {
     const Bf16* keys = (const Bf16*)blocks.keys + blocks.table[token / blocks.size] * blocks.stride +
-                       PairRows::offset(token % blocks.size, blocks.dim);
+                       PairRows<Bf16>::offset(token % blocks.size, blocks.dim);
     for (int64_t first = 0; first < rows.count; first += kTileRows) {
       const int64_t end_row = first + kTileRows < rows.count ? first + kTileRows : rows.count;
       if (rows.seen[end_row - 1] <= token) continue;
@@ -637,6 +675,37 @@ void score_tiles(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t 
 }
 #endif
 
+template <class Element, Task kTask>
+void walk_floats(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t end,
+                 const Tiles& tiles, const Output* output) {
+  return blocks.packing.amx
+             ? walk<PairRows<Element>, Dims, kTask>(rows, blocks, begin, end, tiles, output)
+             : walk<DimRows<Element>, Dims, kTask>(rows, blocks, begin, end, tiles, output);
+}
+
+template <Task kTask>
+void walk_as(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t end, const Tiles& tiles,
+             const Output* output) {
+#ifdef DOT_BF16
+  if (rows.queries == Queries::pairs)
+    return blocks.packing.amx
+               ? walk<PairRows<Bf16>, Pairs, kTask>(rows, blocks, begin, end, tiles, output)
+               : walk<DimRows<Bf16>, Pairs, kTask>(rows, blocks, begin, end, tiles, output);
+#endif
+  switch (blocks.packing.type) {
+    case Type::f32:
+      return walk<DimRows<float>, Dims, kTask>(rows, blocks, begin, end, tiles, output);
+    case Type::f16:
+      return walk<DimRows<F16>, Dims, kTask>(rows, blocks, begin, end, tiles, output);
+    case Type::bf16:
+      return walk_floats<Bf16, kTask>(rows, blocks, begin, end, tiles, output);
+    case Type::e4m3:
+      return walk_floats<E4m3, kTask>(rows, blocks, begin, end, tiles, output);
+    case Type::e5m2:
+      return walk_floats<E5m2, kTask>(rows, blocks, begin, end, tiles, output);
+  }
+}
+
 template <Task kTask>
 void score_as(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t end,
               const Tiles& tiles) {
@@ -646,22 +715,7 @@ void score_as(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t end
                ? score_tiles<1, kTask>(rows, blocks, begin, end, tiles)
                : score_tiles<2, kTask>(rows, blocks, begin, end, tiles);
 #endif
-#ifdef DOT_BF16
-  if (rows.queries == Queries::pairs)
-    return blocks.packing == Packing::amx
-               ? walk<PairRows, Pairs, kTask>(rows, blocks, begin, end, tiles, nullptr)
-               : walk<DimRows<Bf16>, Pairs, kTask>(rows, blocks, begin, end, tiles, nullptr);
-#endif
-  switch (blocks.packing) {
-    case Packing::f32:
-      return walk<DimRows<float>, Dims, kTask>(rows, blocks, begin, end, tiles, nullptr);
-    case Packing::bf16:
-      return walk<DimRows<Bf16>, Dims, kTask>(rows, blocks, begin, end, tiles, nullptr);
-    case Packing::f16:
-      return walk<DimRows<F16>, Dims, kTask>(rows, blocks, begin, end, tiles, nullptr);
-    case Packing::amx:
-      return walk<PairRows, Dims, kTask>(rows, blocks, begin, end, tiles, nullptr);
-  }
+  walk_as<kTask>(rows, blocks, begin, end, tiles, nullptr);
 }
 
 void score(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t end, const Tiles& tiles) {
@@ -670,22 +724,7 @@ void score(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t end, c
 
 void attend(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t end, const Tiles& tiles,
             const Output& output) {
-#ifdef DOT_BF16
-  if (rows.queries == Queries::pairs)
-    return blocks.packing == Packing::amx
-               ? walk<PairRows, Pairs, kAttend>(rows, blocks, begin, end, tiles, &output)
-               : walk<DimRows<Bf16>, Pairs, kAttend>(rows, blocks, begin, end, tiles, &output);
-#endif
-  switch (blocks.packing) {
-    case Packing::f32:
-      return walk<DimRows<float>, Dims, kAttend>(rows, blocks, begin, end, tiles, &output);
-    case Packing::bf16:
-      return walk<DimRows<Bf16>, Dims, kAttend>(rows, blocks, begin, end, tiles, &output);
-    case Packing::f16:
-      return walk<DimRows<F16>, Dims, kAttend>(rows, blocks, begin, end, tiles, &output);
-    case Packing::amx:
-      return walk<PairRows, Dims, kAttend>(rows, blocks, begin, end, tiles, &output);
-  }
+  walk_as<kAttend>(rows, blocks, begin, end, tiles, &output);
 }
 
 // ---- Masses

@@ -174,18 +174,19 @@ def test_key_layouts_that_the_score_pass_cannot_read_are_refused(monkeypatch):
     found["layer.2"].isa = "amx"  # vLLM's kernel is faster for prompts, and where nothing is measured
     layers.settle(SERVER, KVPolicyConfig.parse(H2O), runtime, given)
     assert group.decodes is decodes and not runtime.outruns and not runtime.batch.takes_prompts
-    for field, value in {
-        "alibi_slopes": [1.0],
-        "is_fp8_kv_cache": True,
-        "head_size": 72,
-    }.items():
+    for field, value in {"alibi_slopes": [1.0], "head_size": 72}.items():
         found["layer.2"].impl = SimpleNamespace(**{**plain, field: value})
         layers.settle(SERVER, KVPolicyConfig.parse(UNMEASURED), runtime, given)
         assert group.decodes is False
     found["layer.2"].impl = SimpleNamespace(**{**plain, "is_fp8_kv_cache": True})
-    with pytest.raises(
-        KVPolicyError, match=r"layer.2 keeps its keys as fp8.*on a CPU: use --kv-cache-dtype auto, or .*sink-window"
-    ):
+    for found["layer.2"].kv_cache_dtype in ("fp8", "fp8_e4m3", "fp8_e5m2"):
+        layers.settle(SERVER, KVPolicyConfig.parse(H2O), runtime, given)
+        assert group.decodes is decodes
+    found["layer.2"].kv_cache_dtype = "int8_per_token_head"
+    layers.settle(SERVER, KVPolicyConfig.parse(UNMEASURED), runtime, given)
+    assert group.decodes is False
+    why = r"layer.2 keeps its keys as int8_per_token_head.*fp8_e5m2\): use --kv-cache-dtype auto, or .*sink-window"
+    with pytest.raises(KVPolicyError, match=why):
         layers.settle(SERVER, KVPolicyConfig.parse(H2O), runtime, given)
 
 

@@ -18,10 +18,11 @@ SIZE, PROGRAMS = (12, 1) if V2 else (56, 4)
 OF_KIND = {} if V2 else dict.fromkeys(("pressure", "bands", "allocated", "duo", "windows", "gaps"), 2)
 OF_KIND |= {"latent": 1, "searched": 1 if V2 else 3}  # vLLM's reference kernel for latents is slow
 #: Number of a case of each kind.
-CASES = [1, 1, 11, 21, 22, 8, 6, 7, 8, 12, 1, 1, 1, 9, 14, 1]
+CASES = [1, 1, 11, 21, 22, 8, 6, 7, 8, 12, 1, 1, 1, 9, 14, 1, 8]
 #: Further cases of models whose layers differ: whole blocks, tokens, pressure, `kvzip` and `context`; bands of layers
-#: and heads, `duo` and `select`.
+#: and heads, `duo` and `select`. Of fp8 caches: whole blocks, pressure, host blocks, `context` and `kvzip`.
 UNLIKE = [("searched", number) for number in (6, 3, 2, 21, 12)] + [("gaps", number) for number in (10, 23, 2, 9)]
+UNLIKE += [("fp8", number) for number in (4, 7, 9, 12, 1)]
 
 
 @pytest.fixture(scope="module")

@@ -107,8 +107,13 @@ SERVERS = {
     "one table beside states": ({**HYBRID, "scheduler_config__disable_hybrid_kv_cache_manager": True}, ALL),
     "one table beside windows": ({**WINDOWS, "scheduler_config__disable_hybrid_kv_cache_manager": True}, ALL),
     "fast prefill": ({"cache_config__kv_sharing_fast_prefill": True}, ALL),
-    "fp8 on a CPU": (
-        {"cache_config__cache_dtype": "fp8"},
+    "fp8": ({"cache_config__cache_dtype": "fp8_e5m2"}, ""),
+    "fp8 latents": (
+        {**MLA, "cache_config__cache_dtype": "fp8"},
+        "h2o split tokens kvzip context host path select max mean pressure",
+    ),
+    "an unread dtype": (
+        {"cache_config__cache_dtype": "int8_per_token_head"},
         "h2o tokens kvzip context select max mean pressure",
     ),
     "unlike dtypes": (

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_mass import BF16, F16, F32, each_isa, needs_extension
+from test_mass import BF16, E4M3, E5M2, F16, F32, QUERIES_OF, each_isa, needs_extension
 
 from vllm_evict.compute.attention import cpu
 from vllm_evict.compute.kernels import decode
@@ -38,7 +38,8 @@ class Batch:
         self.keys, self.values = pages[:, :, :block_size], pages[:, :, block_size:]
         queries = queries or [1 if row % 2 == 0 else min(length, 3) for row, length in enumerate(seq_lens)]
         self.starts = torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32)
-        self.query = torch.randn(sum(queries), heads[0] + 1, dim, generator=random).to(dtype)[:, 1:]
+        self.query = torch.randn(sum(queries), heads[0] + 1, dim, generator=random).to(QUERIES_OF.get(dtype, dtype))
+        self.query = self.query[:, 1:]
         self.seq_lens = torch.tensor(seq_lens, dtype=torch.int32)
         self.rows = torch.arange(0, len(seq_lens), 2, dtype=torch.int32)
         self.table = torch.full((len(seq_lens), max(blocks) + 2), -1, dtype=torch.int32)
@@ -81,8 +82,14 @@ SHAPES = [  # heads, dim, block size, dtype, layout
     ((4, 2), 64, 32, BF16, "amx"),
     ((5, 1), 112, 48, BF16, "amx"),
     ((12, 4), 256, 64, BF16, "amx"),
+    ((4, 2), 64, 32, E4M3),
+    ((14, 2), 128, 48, E4M3),
+    ((5, 1), 96, 64, E5M2),
+    ((4, 2), 64, 32, E4M3, "amx"),
+    ((5, 1), 96, 48, E5M2, "amx"),
 ]
 TOLERANCE = {F32: 3e-6, F16: 1e-3, BF16: 8e-3}  # of the output: its own rounding
+TOLERANCE |= {kept: TOLERANCE[query] for kept, query in QUERIES_OF.items()}
 
 
 @each_isa
@@ -126,6 +133,25 @@ def test_prompts_match_the_reference(isa, shape):
         torch.testing.assert_close(mass.double(), expected_mass, rtol=5e-6, atol=1e-7)
         assert mass.any() and (expected[int(batch.starts[1]) : int(batch.starts[2])] == 7).all()
         assert torch.equal(output, batch.run(isa=isa, rows_of_mass=0, per_token=per_token)[0])
+
+
+@each_isa
+@pytest.mark.parametrize("layout", ["vec", "amx"])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_scales_multiply_what_fp8_caches_hold(isa, dtype, layout):
+    """Prompts and decodes, over all finite numbers of the dtype, with sinks."""
+    batch = Batch(LENGTHS, (6, 2), dtype=dtype, layout=layout, queries=QUERIES)
+    for part in batch.keys, batch.values:
+        numbers = torch.arange(part.numel(), dtype=torch.int64).mul(40503).remainder(256).to(torch.uint8).view(dtype)
+        finite = numbers.float().isfinite() & (numbers.float().abs() < 1e3)
+        part.copy_(torch.where(finite, numbers.float(), 0.25).to(dtype).view(part.shape))
+    batch.scale *= 0.01
+    how = {"value_scale": 0.375, "sinks": torch.linspace(-2, 3, 6)}
+    output, mass = batch.run(isa=isa, **how)
+    expected, expected_mass = batch.run(decode_mass_reference, None, torch.float64, **how)
+    largest = batch.values.float().abs().max().item() * 0.375
+    torch.testing.assert_close(output, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * largest)
+    torch.testing.assert_close(mass.double(), expected_mass, rtol=1e-4, atol=1e-5)
 
 
 @each_isa
@@ -252,7 +278,7 @@ def test_each_tokens_mass_matches_the_reference(isa, shape, sum_heads):
     kv_heads=st.integers(1, 3),
     dim=st.integers(1, 6),
     groups_of_16=st.integers(1, 8),
-    dtype=st.sampled_from([F32, F16, BF16]),
+    dtype=st.sampled_from([F32, F16, BF16, E4M3, E5M2]),
 )
 def test_each_tokens_mass_of_random_batches(isa, lens, group, kv_heads, dim, groups_of_16, dtype):
     batch = Batch(lens, (group * kv_heads, kv_heads), 16 * dim, 16 * groups_of_16, dtype)

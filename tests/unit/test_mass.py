@@ -28,6 +28,9 @@ def kernels() -> list[str]:
 
 ISAS = kernels()
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+#: Dtypes of queries that meet fp8 caches.
+QUERIES_OF = {E4M3: BF16, E5M2: F32}
 needs_extension = pytest.mark.skipif(not ISAS, reason="vllm_evict._C_cpu is not built")
 each_isa = pytest.mark.parametrize("isa", ISAS)
 
@@ -62,7 +65,7 @@ class Batch:
         keys = torch.randn(num_blocks, heads[1], block_size, dim, generator=random) * magnitude
         self.key_cache.copy_(pack_keys(keys.to(dtype), layout))
         tokens = sum(query_lens)
-        query = torch.randn(tokens + 3, heads[0] + 1, dim, generator=random).to(dtype)
+        query = torch.randn(tokens + 3, heads[0] + 1, dim, generator=random).to(QUERIES_OF.get(dtype, dtype))
         self.query = query[:tokens, 1:]  # neither dense nor at the beginning
         self.starts = torch.tensor([0, *itertools.accumulate(query_lens)], dtype=torch.int32)
         self.seq_lens = torch.tensor(seq_lens, dtype=torch.int32)
@@ -127,6 +130,11 @@ SHAPES = [  # heads, dim, block size, dtype, layout, batch
     ((7, 1), 32, 32, BF16, "amx", MIXED),
     ((2, 2), 128, 32, F16, "vec", DECODE),
     ((8, 1), 128, 16, F16, "vec16", PREFILL),
+    ((4, 2), 64, 32, E4M3, "vec", MIXED),
+    ((14, 2), 128, 48, E4M3, "vec", PREFILL),
+    ((5, 1), 96, 64, E5M2, "vec", MIXED),
+    ((4, 2), 64, 32, E4M3, "amx", MIXED),
+    ((6, 1), 96, 48, E5M2, "amx", PREFILL),
 ]
 
 
@@ -243,13 +251,15 @@ def test_huge_equal_scores(isa):
 
 
 @each_isa
-@pytest.mark.parametrize("layout,dtype", [("vec", F32), ("vec", BF16), ("vec", F16), ("amx", BF16)])
+@pytest.mark.parametrize(
+    "layout,dtype", [("vec", F32), ("vec", BF16), ("vec", F16), ("amx", BF16), ("vec", E4M3), ("amx", E5M2)]
+)
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 def test_foreign_blocks_and_unwritten_tails_do_not_matter(isa, layout, dtype, poison):
     batch = Batch([1, 37], [45, 70], block_size=64, dtype=dtype, layout=layout)
     clean = batch.run(isa)
     keys = unpack_keys(batch.key_cache, layout).clone()
-    poisoned = torch.full_like(keys, poison)
+    poisoned = torch.full(keys.shape, poison).to(dtype)
     for row, seq_len in zip(batch.table, batch.seq_lens.tolist(), strict=True):
         for first in range(0, seq_len, 64):
             block = row[first // 64]
@@ -274,7 +284,7 @@ def test_future_tokens_do_not_matter(isa):
 
 @each_isa
 @pytest.mark.parametrize("per_token", [False, True], ids=["blocks", "tokens"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[3] != E4M3], ids=str)
 def test_a_nan_key_gives_nan_mass(isa, shape, per_token):
     """To the queries that see it, all of their mass; to no other request or head."""
     heads, dim, block_size, dtype, layout, (query_lens, seq_lens) = shape
@@ -291,6 +301,23 @@ def test_a_nan_key_gives_nan_mass(isa, shape, per_token):
     mass[request, -1], expected[request, -1] = clean[request, -1], clean[request, -1].double()
     assert torch.equal(mass, clean)
     assert_close(mass, expected)
+
+
+@each_isa
+@pytest.mark.parametrize("layout", ["vec", "amx"])
+def test_nan_of_e4m3_counts_as_480(isa, layout):
+    """As in vLLM's kernels, which write none: one such element of a key makes another score, and no NaN."""
+    batch = Batch([1], [1], heads=(1, 1), dtype=E4M3, layout=layout)
+    for number, score in ((torch.nan, 480.0), (-448.0, -448.0)):
+        batch.key_cache[:] = torch.full(batch.key_cache.shape, 0.0).to(E4M3)
+        keys = torch.zeros(batch.key_cache.shape).view(-1, 1, 32, 64)
+        keys[:, :, 0, 5] = number
+        batch.key_cache.copy_(pack_keys(keys.to(E4M3), layout))
+        batch.query.zero_()[..., 5] = 2**-9
+        sinks = torch.zeros(1)
+        out = batch.new_out()
+        block_mass(batch.attention(out, sinks=sinks), isa=isa)
+        assert_close(out[0, 0, 0], torch.tensor(score * 2**-9 / 8).sigmoid(), 1e-5)
 
 
 @each_isa

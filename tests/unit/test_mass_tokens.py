@@ -12,7 +12,21 @@ import test_mass
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_mass import BF16, DECODE, F16, F32, ISAS, MIXED, SHAPES, Batch, assert_close, each_isa, needs_extension
+from test_mass import (
+    BF16,
+    DECODE,
+    E4M3,
+    E5M2,
+    F16,
+    F32,
+    ISAS,
+    MIXED,
+    SHAPES,
+    Batch,
+    assert_close,
+    each_isa,
+    needs_extension,
+)
 
 from vllm_evict.compute.attention.cpu import CPUOps
 from vllm_evict.compute.kernels import mass
@@ -168,22 +182,22 @@ def test_too_narrow_for_tokens(monkeypatch, built, change, match):
 
 
 @pytest.mark.parametrize("block_size, dim", [(48, 6), (16, 16), (16, 2)])
-@pytest.mark.parametrize("layout,dtype", [("vec", F32), ("vec16", F16), ("amx", BF16)])
+@pytest.mark.parametrize("layout,dtype", [("vec", F32), ("vec16", F16), ("amx", BF16), ("vec", E4M3), ("amx", E5M2)])
 def test_packing(layout, dtype, block_size, dim):
     keys = torch.arange(2 * 3 * block_size * dim).reshape(2, 3, block_size, dim) % 251
     keys = keys.to(dtype)
-    packed = pack_keys(keys, layout)
-    assert torch.equal(unpack_keys(packed, layout), keys)
+    packed = pack_keys(keys, layout).float()
+    assert torch.equal(unpack_keys(packed.to(dtype), layout).float(), keys.float())
     # A storage may begin anywhere, and tokens may be apart.
     moved = torch.zeros(1 + keys.numel(), dtype=dtype)[1:].view(keys.shape).copy_(keys)
     apart = torch.zeros(2, 3, block_size, dim + 1, dtype=dtype)[..., 1:].copy_(keys)
-    assert torch.equal(pack_keys(moved, layout), packed) and torch.equal(pack_keys(apart, layout), packed)
+    assert all(torch.equal(pack_keys(each, layout).float(), packed) for each in (moved, apart))
     flat = packed[1, 2].flatten()
     for t, d in itertools.product(range(block_size), range(dim)):
         place = d * block_size + t
         if layout == "amx":
             place = t // 16 * 16 * dim + d // 2 * 32 + t % 16 * 2 + d % 2
-        assert flat[place] == keys[1, 2, t, d]
+        assert flat[place] == keys[1, 2, t, d].float()
 
 
 @pytest.mark.parametrize("layout,dtype", [("vec", F32), ("vec", BF16), ("vec16", F16), ("amx", BF16)])
@@ -202,6 +216,27 @@ def test_packs_as_vllm_does(layout, dtype):
         assert torch.equal(got, want[[2, 0]])
 
 
+@pytest.mark.parametrize("layout, name", [("vec", "fp8"), ("vec", "fp8_e5m2"), ("amx", "fp8"), ("amx", "fp8_e5m2")])
+def test_fp8_caches_are_read_and_written_as_vllm_does(layout, name):
+    """Numbers that fp8 holds, since vLLM's kernel truncates and the plugin rounds."""
+    layer = SimpleNamespace(isa=layout, kv_cache_dtype=name, _k_scale_float=0.5, _v_scale_float=2.0)
+    exact = torch.randn(2, 4 * 32, 2, 64).to(E5M2 if name == "fp8_e5m2" else E4M3).to(BF16)
+    keys, values = exact[0] * 0.5, exact[1] * 2.0
+    cache = torch.zeros(4, 2, 32, 128, dtype=torch.uint8)
+    halves = cache.view(4, 2, 64, 64).chunk(2, dim=2)
+    scales = {"k_scale": 0.5, "v_scale": 2.0, "kv_cache_dtype": name}
+    packing.write(keys, values, *halves, torch.arange(4 * 32), layout, **scales)
+    held = [logical.view(4, 32, 2, 64).transpose(1, 2) for logical in (keys, values)]
+    for got, want in zip(CPUOps.read(layer, cache, torch.tensor([2, 0])), held):
+        assert torch.equal(got, want[[2, 0]].float())
+    stored = CPUOps.stored_keys(cache)[[3, 1]]
+    assert torch.equal(CPUOps.as_keys(layer, stored), held[0][[3, 1]].float())
+    again = torch.zeros_like(cache)
+    CPUOps.write(layer, again, torch.arange(4), *held)
+    again[again == 0x80] = 0  # vLLM writes no negative zeros
+    assert torch.equal(again, cache)
+
+
 def invalid(change: str, error: type, match: str):
     return pytest.param(change, error, match, id=match.replace(" ", "-"))
 
@@ -211,10 +246,11 @@ def invalid(change: str, error: type, match: str):
     "change,error,match",
     [
         invalid("b.query = b.query.double()", TypeError, "query must be float32"),
-        invalid("b.key_cache = b.key_cache.to(torch.float8_e4m3fn)", TypeError, "key_cache must"),
+        invalid("b.query = b.query.to(torch.float8_e4m3fn)", TypeError, "query must be float32"),
+        invalid("b.key_cache = b.key_cache.char()", TypeError, "key_cache must"),
         invalid("b.table = b.table.long()", TypeError, "block_table must be int32"),
         invalid("b.layout = 'nhd'", ValueError, "layout must be one of"),
-        invalid("b.layout = 'amx'", TypeError, "packs bfloat16 keys only"),
+        invalid("b.layout = 'amx'", TypeError, "packs bfloat16 and float8 keys only"),
         invalid("b.query = b.query[0]", ValueError, r"query must be \[T, H, D\]"),
         invalid("b.query = b.query[..., :30]", ValueError, "the same D"),
         invalid("b.query = b.query[:, :3]", ValueError, "multiple of key_cache's heads"),

@@ -254,10 +254,9 @@ SETTINGS = {
         "leave --ec-transfer-config out",
     ),
     "fast prefill": (dict(kv_sharing_fast_prefill=True), "leave --kv-sharing-fast-prefill out"),
-    "KV cache dtype 'fp8_e5m2'": (dict(kv_cache_dtype="fp8_e5m2"), "--kv-cache-dtype auto"),
-    "KV cache dtype 'fp8', which the plugin can't read on vLLM's cpu engine": (
-        dict(kv_cache_dtype="fp8"),
-        "--kv-cache-dtype auto, or use a policy without scores",
+    "KV cache dtype 'fp8_per_token_head', which the plugin can't read on vLLM's cpu engine": (
+        dict(kv_cache_dtype="fp8_per_token_head"),
+        "--kv-cache-dtype auto or fp8 (fp8_e4m3, fp8_e5m2), or use a policy without scores",
     ),
     "scheduler class": (dict(scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler"), "leave --scheduler-cls out"),
     "worker class 'my.Worker'": (dict(worker_cls="my.Worker"), "leave --worker-cls out"),

@@ -11,6 +11,7 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from vllm_evict.compute.attention.ops import CPU_FP8_NAMES
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.integration.start import advice
 from vllm_evict.integration.start.capabilities import environments, refuse, server
@@ -257,9 +258,14 @@ def test_backends_that_plain_layers_may_have_can_be_named(tiny, attention):
 
 def test_a_policy_without_scores_may_have_any_kv_dtype(tiny):
     for policy in (UNMEASURED, {"name": "sink-window", "budget": 512}):
-        assert engine_config(tiny, policy, kv_cache_dtype="fp8_e5m2").scheduler_config.scheduler_cls
+        assert engine_config(tiny, policy, kv_cache_dtype="fp8_inc").scheduler_config.scheduler_cls
     with pytest.raises(KVPolicyError, match='or use a policy without scores.*leave others out of "allow"'):
-        engine_config(tiny, {"name": "sink-window", "allow": ["h2o"]}, kv_cache_dtype="fp8_e5m2")
+        engine_config(tiny, {"name": "sink-window", "allow": ["h2o"]}, kv_cache_dtype="fp8_inc")
+
+
+@pytest.mark.parametrize("name", CPU_FP8_NAMES)
+def test_policies_with_scores_may_have_fp8_on_a_cpu(tiny, name):
+    assert engine_config(tiny, H2O, kv_cache_dtype=name).scheduler_config.scheduler_cls
 
 
 CUDA = {"device_config__device_type": "cuda"}
@@ -360,11 +366,16 @@ BRINGING = {
 
 @pytest.mark.parametrize("brought", BRINGING)
 @pytest.mark.parametrize("dtype, instead", {"bfloat16": "", "float32": "--dtype bfloat16 "}.items())
-def test_a_dtype_that_a_checkpoint_brings_is_refused_with_one_that_works(tmp_path, brought, dtype, instead):
-    """`auto` stands for it, before anything is loaded; and vLLM has no name for a cache in float32."""
+def test_a_dtype_that_a_checkpoint_brings_is_refused_with_one_that_works(
+    tmp_path, monkeypatch, brought, dtype, instead
+):
+    """`auto` stands for it, before anything is loaded; and vLLM has no name for a cache in float32. Of a platform whose
+    kernels read no fp8."""
     if dtype == "float32" and brought != "by layers":
         pytest.skip("vLLM takes such checkpoints in half precision alone")
     model = with_config(tmp_path, quantization_config=BRINGING[brought])
+    assert engine_config(model, dtype=dtype).scheduler_config.scheduler_cls
+    monkeypatch.setitem(server.READ_DTYPES, "cpu", ("auto", "float16", "bfloat16"))
     for given in ("auto", "fp8"):
         message = refusal(engine_config, model, dtype=dtype, kv_cache_dtype=given)
         assert (

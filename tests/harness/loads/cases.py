@@ -155,11 +155,13 @@ KINDS = {
     "searched": ("searched", None),
     "gaps": ("gaps", None),
     "allocated": ("plain", _allocated),
+    "fp8": ("plain", None),
 }
-#: Kinds whose cases are like those of other kinds, on another model. Heads are split only where all layers have as many.
+#: Kinds whose cases are like those of other kinds, on another model or with fp8 caches. Heads are split only where all layers have as many.
 LIKE = {
     "searched": ["blocks", "tokens", "pressure", "kvzip", "context", "host"],
     "gaps": ["bands", "duo", "select"],
+    "fp8": ["blocks", "tokens", "pressure", "kvzip", "context", "host"],
 }
 
 
@@ -243,6 +245,8 @@ def make_case(number, kind=None, smallest=False):
     if kind == "drafts":
         # vLLM proposes n-grams on the host, so not under async scheduling.
         options["speculative_config"] = rng.choice(["EAGLE", "SAME"] if asynchronous else ["EAGLE", "SAME", NGRAM])
+    if kind == "fp8":
+        options["kv_cache_dtype"] = random.Random(f"fp8 {number}").choice(["fp8", "fp8_e5m2"])
     # Room for the longest request whole; for two of them where small pools are known to stall.
     roomy = like in ("tokens", "pressure", "kvzip", "duo")
     blocks = (
@@ -366,7 +370,8 @@ class Models:
         return path if path.exists() else make_eagle(path, self.path(model), "eagle")
 
     def stock(self, case):
-        key = case.model, case.block_size
+        cache = case.options.get("kv_cache_dtype", "auto")
+        key = case.model, case.block_size, cache
         if key not in self._stocks:
             longest = case.longest + case.block_size
             engine = self._made(
@@ -377,6 +382,7 @@ class Models:
                 max_num_batched_tokens=longest,
                 enable_prefix_caching=False,
                 async_scheduling=False,
+                kv_cache_dtype=cache,
                 **_arguments(case.model),
             )
             self._stocks[key] = Stock(engine)

@@ -3,6 +3,7 @@
 import torch
 from parts import part_of
 
+from loads.pages import numbers
 from vllm_evict.compute.offload import Offload
 from vllm_evict.compute.reach import Reach
 from vllm_evict.integration.engine.offloading import Offloading
@@ -18,7 +19,8 @@ class HostMemory:
     def __init__(self, engine):
         self.pool, self.scheduler = engine.scheduler.part(Offloading).pool, engine.scheduler
         host = part_of(engine.runtime, Offload).blocks
-        self._pages, self._tensors = host.pages.own, [*host.pages.own, *host._bounds]
+        self._pages = [numbers(page) for page in host.pages.own]
+        self._tensors = [*self._pages, *host._bounds]
         if (reach := part_of(engine.runtime, Reach)) is not None:
             self._tensors += [boxes[reach._pool :] for boxes in reach._boxes]
         if not self.pool.used:

@@ -13,6 +13,11 @@ from vllm_evict.integration.start.attending import layout
 from vllm_evict.integration.worker.layers import PARTS
 
 
+def numbers(page):
+    """View bytes of an fp8 cache as numbers, which may be NaN. NaN of e4m3 is NaN of e5m2 too."""
+    return page.view(torch.float8_e4m3fn) if page.dtype == torch.uint8 else page
+
+
 @dataclass
 class Slice:
     """Some KV heads of one layer, and the memory that holds them.

@@ -12,14 +12,27 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 
+def rounded(x):
+    """As float8_e4m3fn, to the nearest."""
+    return x.to(torch.float8_e4m3fn)
+
+
+def truncated(x, dtype=torch.float8_e4m3fn):
+    """As an fp8 dtype, toward zero: what vLLM's kernel for CPUs writes."""
+    largest = torch.finfo(dtype).max
+    near = x.clamp(-largest, largest).to(dtype)
+    too_large = near.to(x.dtype).abs() > x.abs()
+    return (near.view(torch.uint8) - too_large.to(torch.uint8)).view(dtype)
+
+
 class DenseLlama:
     """Weights of a Hugging Face Llama directory, computed with in `dtype`.
 
-    With `fp8_scales`, of keys and values, both are attended to as float8_e4m3fn would hold them, divided by these; so are
-    queries, if there is a third scale.
+    With `fp8_scales`, of keys and values, both are attended to as fp8 would hold them, divided by these and converted by
+    `to_fp8`; so are queries, if there is a third scale.
     """
 
-    def __init__(self, path, dtype=torch.float32, fp8_scales=None):
+    def __init__(self, path, dtype=torch.float32, fp8_scales=None, to_fp8=rounded):
         path = Path(path)
         cfg = json.loads((path / "config.json").read_text())
         assert not cfg.get("attention_bias") and not cfg.get("mlp_bias")
@@ -28,7 +41,7 @@ class DenseLlama:
         assert rope.get("rope_type", "default") == "default"
         theta = rope.get("rope_theta") or cfg.get("rope_theta") or 10000.0
 
-        self.dtype, self.fp8_scales = dtype, fp8_scales
+        self.dtype, self.fp8_scales, self.to_fp8 = dtype, fp8_scales, to_fp8
         self.layers = cfg["num_hidden_layers"]
         self.heads = cfg["num_attention_heads"]
         self.kv_heads = cfg.get("num_key_value_heads") or self.heads
@@ -87,7 +100,7 @@ class DenseLlama:
             q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
             self.queries.append(q)
             if self.fp8_scales:
-                held = [(x / s).to(torch.float8_e4m3fn).to(x.dtype) * s for x, s in zip((k, v, q), self.fp8_scales)]
+                held = [self.to_fp8(x / s).to(x.dtype) * s for x, s in zip((k, v, q), self.fp8_scales)]
                 k, v, q = [*held, q][:3]
             k, v = torch.cat([cache[i][0], k]), torch.cat([cache[i][1], v])  # [N, G, D]
             cache[i] = (k, v)

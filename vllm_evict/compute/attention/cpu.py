@@ -13,7 +13,8 @@ from ..kernels.mass import block_mass, kernel_path, pack_keys, pack_values, unpa
 from ..kernels.paged import PagedAttention
 from ..kernels.queries import Queries
 from ..work import HeadSlice
-from .ops import WithoutScratch
+from .fp8 import cache_scales, elements, scaled, scales, stored_as
+from .ops import CPU_FP8_NAMES, WithoutScratch
 
 #: ISA of the backend -> layout of its packed keys in `block_mass`.
 KEY_LAYOUTS = {"vec": "vec", "vec16": "vec", "amx": "amx"}
@@ -23,6 +24,7 @@ class CPUOps(WithoutScratch):
     """`BackendOps` on a CPU.
 
     A block and head of kv_cache has all keys before all values, packed. Metadata is vLLM's `CPUAttentionMetadata`.
+    Caches may be fp8 (`CPU_FP8_NAMES`), which kernels read directly, as on a device.
     """
 
     decodes_measured = True
@@ -31,8 +33,9 @@ class CPUOps(WithoutScratch):
     @staticmethod
     def unreadable(layer: Any) -> str | None:
         """See `BackendOps.unreadable`."""
-        if layer.impl.is_fp8_kv_cache:
-            return f"keeps its keys as {layer.kv_cache_dtype}, which the score pass can't read on a CPU"
+        if layer.impl.is_fp8_kv_cache and layer.kv_cache_dtype not in CPU_FP8_NAMES:
+            readable = f"the model's own dtype, {', '.join(CPU_FP8_NAMES)}"
+            return f"keeps its keys as {layer.kv_cache_dtype}, which the score pass can't read (it reads {readable})"
         if layer.isa in KEY_LAYOUTS:
             return None
         return f"packs its keys for {layer.isa!r}, which the score pass can't read (it reads {', '.join(KEY_LAYOUTS)})"
@@ -40,9 +43,8 @@ class CPUOps(WithoutScratch):
     @staticmethod
     def can_decode(layer: Any) -> bool:
         """Return whether `decode` computes what the layer's own kernel does, faster than that and `mass`."""
-        impl = layer.impl
-        readable = layer.isa in KEY_LAYOUTS and not impl.is_fp8_kv_cache and impl.head_size % 16 == 0
-        return impl.alibi_slopes is None and readable and kernel_path() not in ("torch reference", "portable")
+        readable = CPUOps.unreadable(layer) is None and layer.impl.head_size % 16 == 0
+        return layer.impl.alibi_slopes is None and readable and kernel_path() not in ("torch reference", "portable")
 
     @staticmethod
     def outruns(layer: Any) -> bool:
@@ -138,19 +140,21 @@ class CPUOps(WithoutScratch):
         layer: Any, kv_cache: torch.Tensor, blocks: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
         """See `BackendOps.write`."""
-        layout = KEY_LAYOUTS[layer.isa]
-        packed = (pack_keys(keys.to(kv_cache.dtype), layout), pack_values(values.to(kv_cache.dtype), layout))
-        for half, content in zip(_halves(kv_cache), packed):
-            half[blocks] = content
+        packs = (pack_keys, keys), (pack_values, values)
+        halves = _halves(elements(layer, kv_cache))
+        for half, scale, (pack, content) in zip(halves, cache_scales(layer, kv_cache), packs):
+            half[blocks] = pack(stored_as(content, half.dtype, scale), KEY_LAYOUTS[layer.isa])
 
     @staticmethod
     def read(
         layer: Any, kv_cache: torch.Tensor, blocks: torch.Tensor, values: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `BackendOps.read`."""
-        stored_keys, stored_values = _halves(kv_cache)
-        keys = CPUOps.as_keys(layer, stored_keys[blocks])
-        return keys, unpack_values(stored_values[blocks], KEY_LAYOUTS[layer.isa]) if values else None
+        """See `BackendOps.read`. An fp8 cache gives float32, multiplied by its scale."""
+        stored_keys, stored_values = _halves(elements(layer, kv_cache))
+        keys, scale = CPUOps.as_keys(layer, stored_keys[blocks]), cache_scales(layer, kv_cache)[1]
+        if not values:
+            return keys, None
+        return keys, scaled(unpack_values(stored_values[blocks], KEY_LAYOUTS[layer.isa]), scale)
 
     @staticmethod
     def stored_keys(kv_cache: torch.Tensor) -> torch.Tensor:
@@ -160,7 +164,8 @@ class CPUOps(WithoutScratch):
     @staticmethod
     def as_keys(layer: Any, stored: torch.Tensor) -> torch.Tensor:
         """See `BackendOps.as_keys`."""
-        return unpack_keys(stored, KEY_LAYOUTS[layer.isa])
+        keys = unpack_keys(elements(layer, stored), KEY_LAYOUTS[layer.isa])
+        return scaled(keys, cache_scales(layer, stored)[0])
 
 
 def _attention(
@@ -173,7 +178,8 @@ def _attention(
     **measured: Any,
 ) -> PagedAttention:
     """Return the arguments of kernels for a layer and the backend's metadata, whose lengths `seq_lens` replaces."""
-    keys, values = _halves(kv_cache)
+    keys, values = _halves(elements(layer, kv_cache))
+    scale, value_scale = scales(layer, keys)
     logits = logits_of(layer)
     if logits["sinks"] is not None:
         logits["sinks"] = logits["sinks"].float()
@@ -183,8 +189,9 @@ def _attention(
         metadata.block_table,
         metadata.query_start_loc,
         metadata.seq_lens if seq_lens is None else seq_lens,
-        layer.impl.scale,
+        scale,
         values,
+        value_scale,
         layout=KEY_LAYOUTS[layer.isa],
         **logits,
         **measured,

@@ -17,9 +17,9 @@ from ..kernels.queries import Queries
 from ..kernels.take import take
 from ..transfer import to_device
 from ..work import HeadSlice
+from .fp8 import FP8, cache_scales, scaled, scales, stored_as
 from .ops import FP8_NAMES, READ_HEADS, WithStockMetadata
 
-FP8 = torch.float8_e4m3fn
 #: Bytes of the decode kernels' scratch for mass, or more if one request needs more. Enough for 256 requests with 32
 #: query heads and 128k tokens each, or 8k tokens each if mass is by token.
 MASS_SCRATCH = 256 << 20
@@ -253,11 +253,8 @@ class DeviceOps(WithStockMetadata):
         layer: Any, kv_cache: torch.Tensor, blocks: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
         """See `BackendOps.write`. Numbers beyond the range of fp8 are clamped, as in vLLM."""
-        largest = torch.finfo(FP8).max
-        for half, content, scale in zip(halves(kv_cache), (keys, values), _cache_scales(layer, kv_cache)):
-            if half.dtype == FP8:
-                content = (content.float() / scale).clamp(-largest, largest)
-            half[blocks] = content.to(half.dtype)
+        for half, content, scale in zip(halves(kv_cache), (keys, values), cache_scales(layer, kv_cache)):
+            half[blocks] = stored_as(content, half.dtype, scale)
 
     @staticmethod
     def read(
@@ -265,7 +262,7 @@ class DeviceOps(WithStockMetadata):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `BackendOps.read`. An fp8 cache gives float32, multiplied by its scale."""
         read = [half[blocks] for half in halves(kv_cache)[: 1 + values]]
-        read = [_scaled(part, scale) for part, scale in zip(read, _cache_scales(layer, kv_cache))]
+        read = [scaled(part, scale) for part, scale in zip(read, cache_scales(layer, kv_cache))]
         return read[0], read[1] if values else None
 
     @staticmethod
@@ -276,7 +273,7 @@ class DeviceOps(WithStockMetadata):
     @staticmethod
     def as_keys(layer: Any, stored: torch.Tensor) -> torch.Tensor:
         """See `BackendOps.as_keys`."""
-        return _scaled(stored, _cache_scales(layer, stored)[0])
+        return scaled(stored, cache_scales(layer, stored)[0])
 
     def _decode_two(self, layer, slices, output, weights, outs, per_token) -> None:
         from ...triton_kernels.decode_classes import decode_classes
@@ -404,24 +401,6 @@ def halves(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         kv_cache = kv_cache.view(FP8)
     keys, values = kv_cache.split(kv_cache.shape[3] // 2, dim=3)
     return keys, values
-
-
-def _scaled(stored: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return keys or values with their scale applied: float32 if they are fp8."""
-    return stored.float().mul_(scale) if stored.dtype == FP8 else stored
-
-
-def _cache_scales(layer: Any, kv_cache: torch.Tensor) -> tuple[float, float]:
-    """Return the scales of stored keys and of stored values, from vLLM's copies on the host."""
-    if kv_cache.dtype not in (FP8, torch.uint8):
-        return 1.0, 1.0
-    return layer._k_scale_float, layer._v_scale_float
-
-
-def scales(layer: Any, keys: torch.Tensor) -> tuple[float, float]:
-    """Return the factors on scores and on values, for kernels that read a cache directly."""
-    key_scale, value_scale = _cache_scales(layer, keys)
-    return layer.impl.scale * key_scale, value_scale
 
 
 def _narrow(attention: PagedAttention, metadata: Any, seq_lens: torch.Tensor) -> PagedAttention:

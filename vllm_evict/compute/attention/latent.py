@@ -9,7 +9,8 @@ import torch
 from ..kernels.mass import AMX_TOKENS, block_mass, kernel_path, pack_keys
 from ..kernels.paged import PagedAttention
 from ..kernels.queries import Queries
-from .device import FP8, DeviceOps
+from .device import DeviceOps
+from .fp8 import FP8, cache_scales, scaled
 from .ops import FP8_NAMES, WithoutScratch
 
 #: Most query heads in a slice: fewer heads make more programs.
@@ -83,7 +84,7 @@ class Latents:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `BackendOps.read`. An fp8 cache gives float32, multiplied by its scale."""
         keys = _stored(kv_cache)[blocks].unsqueeze(1)
-        keys = keys.float().mul_(layer._k_scale_float) if keys.dtype == FP8 else keys
+        keys = scaled(keys, cache_scales(layer, keys)[0])
         return keys, keys[..., : layer.kv_lora_rank] if values else None
 
 

@@ -28,6 +28,8 @@ WHOLE_LAYERS = ("FLASHINFER",)
 READ_HEADS = range(16, 257)
 #: vLLM's names of float8_e4m3fn caches, with one scale for a layer's keys and one for its values.
 FP8_NAMES = ("fp8", "fp8_e4m3")
+#: vLLM's names of all fp8 caches that are read on a CPU.
+CPU_FP8_NAMES = (*FP8_NAMES, "fp8_e5m2")
 
 
 class BackendOps(Protocol):

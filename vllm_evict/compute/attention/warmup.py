@@ -24,7 +24,8 @@ from ..kernels.logits import logits_of
 from ..kernels.paged import PagedAttention
 from ..probes import MassKind
 from ..runtime import EvictionRuntime
-from .device import halves, scales
+from .device import halves
+from .fp8 import scales
 
 
 class Heads(NamedTuple):

@@ -90,7 +90,7 @@ def decode_mass_reference(attention: PagedAttention, rows: torch.Tensor, output:
         logits = soft_capped(heads @ keys.transpose(2, 3) * attention.scale, attention.soft_cap)
         own = None if sinks is None else sinks.view(num_kv_heads, attention.group, 1, 1)
         probs = probabilities(logits.masked_fill(hidden, -torch.inf), own)  # [Hkv, group, n, seq_len]
-        output[tokens] = (probs @ values).movedim(2, 0).flatten(1, 2).to(output.dtype)
+        output[tokens] = (probs @ values * attention.value_scale).movedim(2, 0).flatten(1, 2).to(output.dtype)
         weight = torch.ones(len(tokens), dtype=dtype) if weights is None else weights[tokens].to(dtype)
         if mass is not None and len(counted := weight.nonzero()[:, 0]):
             more = (probs[:, :, counted] * weight[counted, None]).sum((1, 2))

@@ -24,7 +24,9 @@ except ImportError as error:  # not built (see setup.py), or built for another t
 logger = logging.getLogger("vllm_evict")
 
 LAYOUTS = ("vec", "vec16", "amx")
-KEY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+QUERY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+PAIRS = {torch.bfloat16: torch.int32, **dict.fromkeys(FP8_DTYPES, torch.int16)}  # of the "amx" layout -> their pairs
 AMX_TOKENS = 16  # tokens in one group of the "amx" layout of keys
 AMX_DIMS = 16  # elements in one group of the "amx" layout of values
 
@@ -36,7 +38,8 @@ _warned = False
 def block_mass(attention: PagedAttention, *, isa: str | None = None) -> None:
     """Add to `attention.mass` the softmax mass that each query puts on each block, or on each token.
 
-    A NaN key makes all mass of each query that sees it NaN. Slots past a request's last token may hold anything.
+    A NaN key makes all mass of each query that sees it NaN; of float8_e4m3fn it counts as 480, as in vLLM's kernels.
+    Slots past a request's last token may hold anything.
 
     Sums are float32 in a fixed order: the same input gives the same bits for any number of threads.
     `torch.get_num_threads()` threads run.
@@ -127,7 +130,7 @@ def pack_keys(keys: torch.Tensor, layout: str = "vec") -> torch.Tensor:
     if _is_vec(layout, keys.dtype):
         return keys.transpose(2, 3).reshape(keys.shape).contiguous()
     # Pairs of elements stay together, and torch moves words several times faster.
-    words = (keys.clone() if keys.storage_offset() % 2 else keys).contiguous().view(torch.int32)
+    words = (keys.clone() if keys.storage_offset() % 2 else keys).contiguous().view(PAIRS[keys.dtype])
     groups = (block_size // AMX_TOKENS, AMX_TOKENS, head_dim // 2)
     tiles = words.view(num_blocks, num_heads, *groups).transpose(3, 4)
     return tiles.contiguous().view(words.shape).view(keys.dtype)
@@ -159,8 +162,8 @@ def pack_values(values: torch.Tensor, layout: str = "vec") -> torch.Tensor:
 def _is_vec(layout: str, dtype: torch.dtype) -> bool:
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}")
-    if layout == "amx" and dtype != torch.bfloat16:
-        raise TypeError("layout 'amx' packs bfloat16 keys only")
+    if layout == "amx" and dtype not in PAIRS:
+        raise TypeError("layout 'amx' packs bfloat16 and float8 keys only")
     return layout != "amx"
 
 
@@ -176,9 +179,10 @@ def check(attention: PagedAttention) -> None:
     query, key_cache, mass = attention.query, attention.key_cache, attention.mass
     weights, sinks = attention.weights, attention.sinks
     block_table, query_start_loc, seq_lens = attention.block_table, attention.query_start_loc, attention.seq_lens
-    for name, tensor in (("query", query), ("key_cache", key_cache)):
-        if tensor.dtype not in KEY_DTYPES:
-            raise TypeError(f"{name} must be float32, bfloat16 or float16")
+    if query.dtype not in QUERY_DTYPES:
+        raise TypeError("query must be float32, bfloat16 or float16")
+    if key_cache.dtype not in (*QUERY_DTYPES, *FP8_DTYPES):
+        raise TypeError("key_cache must be float32, bfloat16, float16, float8_e4m3fn or float8_e5m2")
     _is_vec(attention.layout, key_cache.dtype)
     for name, tensor, dims in (
         ("block_table", block_table, 2),

@@ -17,10 +17,10 @@ class PagedAttention:
 
     Attributes:
         query: [T, H, D] float32, bfloat16 or float16, rotated, last dimension contiguous.
-        key_cache: [num_blocks, Hkv, bs, D], this step's keys included. On a CPU of the query's dtypes, bs a multiple of
-            16, D even; strides of blocks and heads are arbitrary, and the bs * D elements of one block and head are
-            contiguous, packed as `layout` says. On a device of the query's dtype or float8_e4m3fn, with any strides but
-            a contiguous D.
+        key_cache: [num_blocks, Hkv, bs, D], this step's keys included. On a CPU of the query's dtypes, float8_e4m3fn or
+            float8_e5m2, bs a multiple of 16, D even; strides of blocks and heads are arbitrary, and the bs * D elements
+            of one block and head are contiguous, packed as `layout` says. On a device of the query's dtype or
+            float8_e4m3fn, with any strides but a contiguous D.
         block_table: int32 [R, W], row stride arbitrary. The first ceil(seq_lens[r] / bs) entries of row r are physical
             blocks in order, without holes (see `resident_view`).
         query_start_loc: int32 [R + 1], offsets of the requests in `query`.
@@ -31,8 +31,9 @@ class PagedAttention:
         soft_cap: cap of scaled products before the softmax (see `logits.soft_capped`); 0: none.
         sinks: [H], logits of learned sinks (see `logits.probabilities`), float32 on a CPU; None: none.
         layout: how vLLM's CPU kernels pack a block. "vec" and "vec16": element (t, d) of the keys at d * bs + t, of the
-            values at t * D + d. "amx" (bfloat16): of the keys at t // 16 * 16 * D + d // 2 * 32 + t % 16 * 2 + d % 2,
-            of the values at d // 16 * 16 * bs + t // 2 * 32 + d % 16 * 2 + t % 2.
+            values at t * D + d. "amx" (bfloat16 and float8): of the keys at
+            t // 16 * 16 * D + d // 2 * 32 + t % 16 * 2 + d % 2, of the values at
+            d // 16 * 16 * bs + t // 2 * 32 + d % 16 * 2 + t % 2.
         mass: float32 [R, Hkv or 1, Wout], last dimension contiguous, other strides arbitrary. Wout is at least the
             number of blocks (with `per_token`, of tokens) of the longest request. Entries past a request's end stay.
             None: no mass is measured.

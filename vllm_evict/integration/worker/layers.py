@@ -18,7 +18,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, replace_as
 
-from ...compute.attention.ops import FP8_NAMES, BackendOps, ops_for
+from ...compute.attention.ops import CPU_FP8_NAMES, BackendOps, ops_for
 from ...compute.attention.store import LayerStore
 from ...compute.group import GroupRuntime
 from ...compute.kernel_blocks import whole_blocks
@@ -408,8 +408,8 @@ def settle(
     if (config.selects or config.reaches) and not decodes:
         field = "select" if config.selects else "evict: host under full"
         raise KVPolicyError(
-            f"{field}: the plugin's decode kernel does not run here (VLLM_EVICT_DECODE=stock, a CPU without AVX2, fp8 "
-            "caches, ALiBi slopes): leave it out"
+            f"{field}: the plugin's decode kernel does not run here (VLLM_EVICT_DECODE=stock, a CPU without AVX2, "
+            "ALiBi slopes): leave it out"
         )
     runtime.settle(decodes, all(map(ops.outruns, layers.values())), _is_exact(vllm_config, config, ops))
 
@@ -450,8 +450,8 @@ def bound_bytes(vllm_config: VllmConfig, config: KVPolicyConfig, block: int) -> 
     """Return the bytes on the device of bounds of host blocks' keys; `block`: of a block of the pool."""
     if config.evict != "host" or config.recall == "none":
         return 0
-    # Two vectors of a block's keys, which are half of it; of fp8 caches in 16 bits.
-    wide = 2 if advice.cache_dtype(vllm_config) in FP8_NAMES else 1
+    # Two vectors of a block's keys, which are half of it; of fp8 caches in float32.
+    wide = 4 if advice.cache_dtype(vllm_config) in CPU_FP8_NAMES else 1
     boxes = wide * host_blocks(vllm_config, config, block) * block // vllm_config.cache_config.block_size
     dims = vllm_config.model_config.get_head_size()
     return boxes * bounds_width(config.recall_bounds, dims) // (2 * dims)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from vllm.platforms import current_platform
 
-from ....compute.attention.ops import FP8_NAMES, LATENT, OPS, WHOLE_LAYERS
+from ....compute.attention.ops import CPU_FP8_NAMES, FP8_NAMES, LATENT, OPS, WHOLE_LAYERS
 from ....config import KVPolicyConfig
 from .. import advice, attending, drafters, fallback, windows
 from ..machine import memory_bytes
@@ -17,7 +17,7 @@ DEVICE_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 #: Attention backends of multi-head latent attention (MLA) that run on a GPU.
 LATENT_DEVICE_BACKENDS = LATENT[2:]
 #: Device -> KV cache dtypes that its backends' ops read, beside the model's own.
-READ_DTYPES = {"cpu": ("auto", "float16", "bfloat16"), "cuda": ("auto", *FP8_NAMES)}
+READ_DTYPES = {"cpu": ("auto", "float16", "bfloat16", *CPU_FP8_NAMES), "cuda": ("auto", *FP8_NAMES)}
 #: The least compute capability for which Triton compiles kernels that read float8_e4m3 (Ada).
 FP8_CAPABILITY = (8, 9)
 #: Architectures with ALiBi of which vLLM's configuration does not say so.
@@ -169,10 +169,17 @@ class Server:
         return advice.cache_dtype(self.vllm_config)
 
     @property
+    def _read(self) -> list[str]:
+        """KV cache dtypes that the plugin's kernels read here. vLLM has no fp8 latents on a CPU."""
+        latents = self.platform == "cpu" and self.model.use_mla
+        known = READ_DTYPES.get(self.platform, ("auto",))
+        return [name for name in known if not (latents and name in CPU_FP8_NAMES)]
+
+    @property
     def unread_dtype(self) -> bool:
         """Whether the plugin's kernels do not read the KV cache's dtype on this platform."""
         own = self.dtype in advice.NAMED_DTYPES and advice.is_own_dtype(self.vllm_config)
-        return self.dtype not in READ_DTYPES.get(self.platform, ("auto",)) and not own
+        return self.dtype not in self._read and not own
 
     @property
     def own_dtype(self) -> str:
@@ -180,8 +187,11 @@ class Server:
 
     @property
     def read_dtypes(self) -> str:
-        fp8 = self.platform == "cuda" and self.capability >= FP8_CAPABILITY
-        return self.own_dtype + " or fp8 (fp8_e4m3)" * fp8
+        """What to set in place of a dtype that is not read: the model's own, and fp8 where kernels read it."""
+        fp8 = [name for name in self._read if name in CPU_FP8_NAMES]
+        if not fp8 or (self.platform == "cuda" and self.capability < FP8_CAPABILITY):
+            return self.own_dtype
+        return f"{self.own_dtype} or {fp8[0]} ({', '.join(fp8[1:])})"
 
     @cached_property
     def backend(self) -> str | None:
