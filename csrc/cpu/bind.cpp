@@ -56,11 +56,11 @@ optional<Type> type_of(const Tensor& tensor) {
   }
 }
 
-Type check_queries(const Tensor& query) {
-  require(query.is_cpu(), "query must be on the CPU");
-  const optional<Type> type = type_of(query);
+Type check_floats(const Tensor& tensor, const char* name) {
+  if (!tensor.is_cpu()) throw py::value_error(string(name) + " must be on the CPU");
+  const optional<Type> type = type_of(tensor);
   if (!type || bytes_of(*type) == 1)
-    throw py::type_error("query must be float32, bfloat16 or float16");
+    throw py::type_error(string(name) + " must be float32, bfloat16 or float16");
   return *type;
 }
 
@@ -144,7 +144,7 @@ MassArgs check_attention(const py::handle& attention) {
   const auto weights = field<optional<Tensor>>(attention, "weights");
   MassArgs a{};
   a.per_token = field<bool>(attention, "per_token");
-  a.query_type = check_queries(query);
+  a.query_type = check_floats(query, "query");
   a.packing = check_packing(field<string>(attention, "layout"), key_cache);
   check_tensor(block_table, "block_table", at::kInt, 2);
   check_tensor(query_start_loc, "query_start_loc", at::kInt, 1);
@@ -417,8 +417,9 @@ std::pair<int64_t, int64_t> reach(const py::handle& rows, const Tensor& query, c
   a.query_type = check_floats(query, "query");
   a.box_type = check_floats(boxes, "boxes");
   require(query.dim() == 3 && query.stride(2) == 1 && boxes.dim() == 3 && boxes.is_contiguous() &&
-              boxes.size(2) == 2 * query.size(2) && query.size(1) % boxes.size(1) == 0,
-          "query must be [T, H, D], and boxes [n, Hkv, 2 * D], contiguous");
+              boxes.size(2) == 2 * query.size(2) && query.size(1) % boxes.size(1) == 0 &&
+              query.size(2) % 8 == 0,
+          "query must be [T, H, D], and boxes [n, Hkv, 2 * D], contiguous, with D a multiple of 8");
   check_tensor(held, "held", at::kInt, 2);
   check_tensor(read, "read", at::kInt, 2);
   check_tensor(table, "table", at::kInt, 2);

@@ -1,0 +1,90 @@
+// Vectors of LANES floats, and elements in memory that become such vectors. mass_kernel.h and
+// reach_kernel.h include it; mass_kernel.h says which names have to be defined before.
+
+#include <cstdint>
+
+namespace vllm_evict::ISA {
+namespace {
+
+typedef float Vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t IntVec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t WordVec __attribute__((vector_size(4 * LANES)));
+typedef uint16_t HalfVec __attribute__((vector_size(2 * LANES)));
+typedef int16_t ShortVec __attribute__((vector_size(2 * LANES)));
+
+template <class V>
+inline V load(const void* from) {
+  V v;
+  __builtin_memcpy(&v, from, sizeof(V));
+  return v;
+}
+
+inline void store(float* to, Vec v) { __builtin_memcpy(to, &v, sizeof(Vec)); }
+
+inline Vec splat(float x) { return x - Vec{}; }
+
+// Elements in memory. widen() makes floats of LANES of them.
+
+struct Bf16 {
+  uint16_t bits;
+};
+struct F16 {
+  uint16_t bits;
+};
+struct E4m3 {
+  uint8_t bits;
+};
+struct E5m2 {
+  uint8_t bits;
+};
+
+inline HalfVec widen_bytes(const void* from) {
+#ifdef WIDEN_U8
+  return (HalfVec)WIDEN_U8(from);
+#else
+  typedef uint8_t ByteVec __attribute__((vector_size(LANES)));
+  return __builtin_convertvector(load<ByteVec>(from), HalfVec);
+#endif
+}
+
+inline WordVec widen_words(HalfVec words) {
+#ifdef WIDEN_U16
+  return (WordVec)WIDEN_U16(words);
+#else
+  return __builtin_convertvector(words, WordVec);
+#endif
+}
+
+inline Vec widen_f16(HalfVec words) {
+#ifdef WIDEN_F16
+  return (Vec)WIDEN_F16(words);
+#else
+  const WordVec bits = widen_words(words);
+  const WordVec sign = (bits & 0x8000) << 16;
+  // The exponents' biases differ by 112. The product is exact for subnormals too.
+  const Vec finite = (Vec)((bits & 0x7fff) << 13) * 0x1p112f;
+  const WordVec special = (bits & 0x7c00) == 0x7c00 ? WordVec{} + 0x7f800000 : WordVec{};
+  return (Vec)((WordVec)finite | special | sign);
+#endif
+}
+
+// Bytes of fp8 in the upper halves of words, as float16 in the unit of unit_of(). NaN of e4m3 becomes
+// finite, 480, as in vLLM's kernels.
+inline HalfVec to_f16(HalfVec upper, const E4m3*) {
+  return (HalfVec)((ShortVec)upper >> 1) & 0xbf80;
+}
+inline HalfVec to_f16(HalfVec upper, const E5m2*) { return upper; }
+
+inline Vec widen(const float* from) { return load<Vec>(from); }
+
+inline Vec widen(const Bf16* from) { return (Vec)(widen_words(load<HalfVec>(from)) << 16); }
+
+inline Vec widen(const F16* from) { return widen_f16(load<HalfVec>(from)); }
+
+template <class Fp8>
+inline Vec widen(const Fp8* from) {
+  return widen_f16(to_f16(widen_bytes(from) << 8, from));
+}
+
+}  // namespace
+}  // namespace vllm_evict::ISA
