@@ -16,6 +16,8 @@ from oracle.tiny import make_tiny_llama
 from parity import assert_like_oracle, assert_tokens_like_oracle, oracle_config
 from test_context import CHUNK, CONTEXT, WINDOW
 from test_oracle_parity import POLICIES
+from test_select import CASES as SELECTING
+from test_select import assert_selects_like_dense
 from vllm.model_executor.layers.attention import Attention
 
 DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -78,6 +80,17 @@ def test_full_and_budgets_that_cover_a_request_are_stock(engine, dtype):
     stock = answers(None)
     for policy in ("full", {"name": "h2o", "budget": 512}, {"name": "keydiff", "budget": 512}):
         assert answers(policy) == stock
+
+
+def test_decodes_choose_blocks_by_bounds_of_what_keys_stand_for(fp8_engine, tiny):
+    policy = {**SELECTING["full"], "dense_layers": 0}
+    server, dense = fp8_engine(tiny, policy, "fp8", max_num_batched_tokens=192)
+    select = {field: value for field, value in policy.items() if field.startswith("select")}
+    chosen = 0
+    for answered in server.answered([(random_prompt(400, 3), {"max_tokens": 40, "logprobs": 0})]):
+        chosen += assert_selects_like_dense(tiny, *answered, dense=dense, atol=NOISE, dense_layers=0, **select)
+    assert chosen > 20
+    server.assert_nothing_left()
 
 
 def test_keys_that_turn_are_rounded_once_more(fp8_engine, tmp_path):

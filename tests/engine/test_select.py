@@ -34,9 +34,9 @@ def deep(tmp_path_factory):
     return make_tiny_llama(tmp_path_factory.mktemp("deep"), layers=5)
 
 
-def assert_selects_like_dense(model, prompt, output, trace, **select):
+def assert_selects_like_dense(model, prompt, output, trace, *, dense=None, atol=2e-3, **select):
     """Log-probabilities of a traced request are those of a dense model that chooses for itself. Returns its choices."""
-    dense = DenseLlama(model)
+    dense = dense or DenseLlama(model)
     chooser, tokens = Chooser(dense, **select), [*prompt, *output.outputs[0].token_ids]
     cache, n, gone, logits = dense.new_cache(), 0, set(), []
     if trace.start:
@@ -56,7 +56,7 @@ def assert_selects_like_dense(model, prompt, output, trace, **select):
     want = [
         logprobs[len(prompt) - 1 - trace.start + i, token].item() for i, token in enumerate(output.outputs[0].token_ids)
     ]
-    np.testing.assert_allclose(logprobs_of(output), want, atol=2e-3)
+    np.testing.assert_allclose(logprobs_of(output), want, atol=atol)
     return chooser.chosen
 
 
