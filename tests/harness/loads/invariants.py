@@ -16,6 +16,7 @@ from vllm_evict.core.mechanisms.base import Due, Misses
 from vllm_evict.core.mechanisms.recall import Looks
 from vllm_evict.core.plan import PLAN
 from vllm_evict.integration.engine.reconstruction import OVERLAP, Reconstructions, Scored, parts
+from vllm_evict.integration.engine.shadows import ShadowRequests
 
 from .contents import SALTS, Fault, Row
 from .double import Worker
@@ -198,7 +199,7 @@ class Invariants(HostInvariants):
             needed = math.ceil((prompt + len(config.instruction) + longest) / block) - prompt // block
             free = self.pool.get_num_free_blocks() - self.cache.watermark_blocks
             slots = len(scheduler.running) + scheduler.num_waiting_for_streaming_input < self.settings.seqs
-            shadows = scheduler.part(Reconstructions)._hidden & self.evictable[0].residents.keys()
+            shadows = scheduler.part(ShadowRequests)._hidden & self.evictable[0].residents.keys()
             room = (
                 bool(repeated) and prompt >= block and (shadows or (slots and free >= needed + len(scheduler.running)))
             ) and tokens < self.settings.chunk
@@ -358,8 +359,11 @@ class Invariants(HostInvariants):
                 raise Fault("left", f"of plans: {told}")
         if scheduler._plan.compactions or scheduler._plan.rotations:
             raise Fault("left", f"orders: {scheduler._plan}")
+        for shadows in scheduler.mechanisms.of(ShadowRequests):
+            if shadows.current or shadows._hidden:
+                raise Fault("left", f"shadows: {shadows.current}, {shadows._hidden}")
         for reconstructions in scheduler.mechanisms.of(Reconstructions):
-            for name in ("_jobs", "_shadow", "_hidden"):
+            for name in ("_jobs", "_shadow"):
                 if getattr(reconstructions, name):
                     raise Fault("left", f"reconstructions: {name} {getattr(reconstructions, name)}")
             forgotten = set(scheduler._plan.groups[0].forgotten)

@@ -11,12 +11,14 @@ from .poison import Poison
 from .preempted import Preempted
 from .pressure import RoomMaker
 from .reconstruction import Reconstructions
+from .shadows import ShadowRequests
 
 #: In the order in which their hooks are called. After an action `Poison` comes before `Offloading`, which takes blocks
 #: that come back out of what is poisoned, and `Offloading` before `Again`. `Again` decides before `Budget`.
+#: `ShadowRequests` comes after what begins shadows.
 KINDS: tuple[type[Mechanism], ...] = (
     Poison, Reads, WholePrompts, RoomMaker, Offloading, Preempted, Again, Profiles, Budget, SharedBudget, Recall,
-    Context, Reconstructions,
+    Context, Reconstructions, ShadowRequests,
 )  # fmt: skip
 
 
