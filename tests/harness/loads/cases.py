@@ -120,6 +120,10 @@ def _latent(rng, sizes):
     return _pressure(rng, sizes) if rng.random() < 0.3 else _blocks(rng, sizes)
 
 
+def _audited(rng, sizes):
+    return {**rng.choice([_blocks, _tokens, _pressure, _kvzip])(rng, sizes), "audit": 1.0}
+
+
 def _full(rng, sizes):
     return {"name": "full"}
 
@@ -144,6 +148,7 @@ KINDS = {
     "searched": ("searched", None),
     "gaps": ("gaps", None),
     "allocated": ("plain", _allocated),
+    "audited": ("plain", _audited),
 }
 #: Kinds whose cases are like those of other kinds, on another model. Heads are split only where all layers have as many.
 LIKE = {

@@ -15,6 +15,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_evict.core.mechanisms.base import Due, Misses
 from vllm_evict.core.mechanisms.recall import Looks
 from vllm_evict.core.plan import PLAN
+from vllm_evict.integration.engine.audits import Audits
 from vllm_evict.integration.engine.reconstruction import OVERLAP, Reconstructions, Scored, parts
 from vllm_evict.integration.engine.shadows import ShadowRequests
 
@@ -252,9 +253,10 @@ class Invariants(HostInvariants):
         Counted are steps in a row in which no request ends and none computes a token that it has not computed before,
         not even before it was preempted. Allowed are four times the steps that all live requests would take one after
         the other, and 64. The same is asked of the oldest request on its own, unless priorities say that others go
-        first. Sessions are left out there: vLLM queues each turn behind the requests that wait. Steps in which the scheduler is paused, or all requests are sessions that wait for a turn, do not count.
+        first. Sessions are left out there: vLLM queues each turn behind the requests that wait. Steps in which the scheduler is paused, all requests are sessions that wait for a turn, or audits alone run, do
+        not count.
         """
-        if self._paused or not self.scheduler.get_num_unfinished_requests():
+        if self._paused or not self.live or not self.scheduler.get_num_unfinished_requests():
             return
         self._since += 1
         self._since_oldest += 1
@@ -359,6 +361,12 @@ class Invariants(HostInvariants):
                 raise Fault("left", f"of plans: {told}")
         if scheduler._plan.compactions or scheduler._plan.rotations:
             raise Fault("left", f"orders: {scheduler._plan}")
+        for part in scheduler.mechanisms.of(Audits):
+            if len(part) or part._tokens or part._shadow:
+                raise Fault("left", f"audits: {len(part)} of {part._tokens} tokens, {part._shadow}")
+            done = self.counts["audits"] + sum(part._skips.values())
+            if done != part.drawn:
+                raise Fault("audits", f"{part.drawn} answers were drawn, {done} were judged or counted as skipped")
         for shadows in scheduler.mechanisms.of(ShadowRequests):
             if shadows.current or shadows._hidden:
                 raise Fault("left", f"shadows: {shadows.current}, {shadows._hidden}")

@@ -6,6 +6,7 @@ from typing import Any
 from ...core.mechanisms import Again, Budget, Context, Mechanism, Profiles, Recall, SharedBudget, WholePrompts
 from ...core.mechanisms.base import M
 from .allocation import Reads
+from .audits import Audits
 from .offloading import Offloading
 from .poison import Poison
 from .preempted import Preempted
@@ -18,7 +19,7 @@ from .shadows import ShadowRequests
 #: `ShadowRequests` comes after what begins shadows.
 KINDS: tuple[type[Mechanism], ...] = (
     Poison, Reads, WholePrompts, RoomMaker, Offloading, Preempted, Again, Profiles, Budget, SharedBudget, Recall,
-    Context, Reconstructions, ShadowRequests,
+    Context, Reconstructions, Audits, ShadowRequests,
 )  # fmt: skip
 
 

@@ -72,7 +72,7 @@ class ShadowRequests(Mechanism):
 
     @classmethod
     def serves(cls, config: KVPolicyConfig) -> bool:
-        return config.reconstructs
+        return config.reconstructs or config.audit > 0
 
     def before_schedule(self) -> None:
         """Move the shadow behind all running requests: vLLM serves the last one last and preempts it first."""
@@ -92,6 +92,17 @@ class ShadowRequests(Mechanism):
 
     def on_finish(self, finished: list[Request]) -> list[Request]:
         return [request for request in finished if request.request_id not in self._hidden]
+
+    def owns(self, req_id: str) -> bool:
+        """Return whether a request is the shadow."""
+        return self.current is not None and self.current.request.request_id == req_id
+
+    @property
+    def lent(self) -> int:
+        """Blocks that the shadow holds, which any running request gets that lacks some."""
+        if self.current is None or self.current.request.is_finished():
+            return 0
+        return int(self._scheduler.residents[self.current.request.request_id].state.held_blocks)
 
     @property
     def spare(self) -> int:
