@@ -16,8 +16,10 @@ import os
 import time
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 from engines import greedy, make_llm, scheduler_of
+from prometheus_client import REGISTRY
 from reports import in_child, progress, publish, run_script
 
 MODEL = Path(__file__).parents[1] / "examples" / "needle" / "model"
@@ -37,6 +39,23 @@ def needles(context: int, requests: int) -> tuple[list, list[list[int]], object]
         make("niah", context, (index + 0.5) / requests, index, 0, prompts.count, filler) for index in range(requests)
     ]
     return samples, [prompts.ids(sample) for sample in samples], prompts.tokenizer
+
+
+def settle(llm: Any) -> None:
+    """Run all audits that wait."""
+    while scheduler_of(llm).has_requests():
+        llm.llm_engine.step()
+
+
+def audits_of(llm: Any) -> dict[str, dict[str, float]]:
+    """What /metrics shows of audits: of requests that lost blocks, and of those that lost none."""
+    audits: dict[str, dict[str, float]] = {"evicted": defaultdict(float), "control": defaultdict(float)}
+    for family in REGISTRY.collect():
+        for sample in family.samples:
+            name = sample.name.removeprefix("vllm:kv_evict_audit_")
+            if name != sample.name and name.endswith("_total") and "kept" in sample.labels:
+                audits["control" if sample.labels["kept"] == "all" else "evicted"][name[:-6]] += sample.value
+    return audits
 
 
 def child(spec: dict) -> dict:
@@ -60,12 +79,14 @@ def child(spec: dict) -> dict:
         max_num_seqs=16,
     )
     llm.generate([{"prompt_token_ids": ids[0]}], greedy(2), use_tqdm=False)
+    settle(llm)
+    llm.reset_prefix_cache()
+    before = audits_of(llm)
     asked = [greedy(TOKENS, extra_args={"kv_policy": "full"} if index % 5 == 0 else None) for index in range(len(ids))]
-    start, scheduler = time.perf_counter(), scheduler_of(llm)
+    start = time.perf_counter()
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in ids], asked, use_tqdm=False)
     served = time.perf_counter() - start
-    while scheduler.has_requests():
-        llm.llm_engine.step()
+    settle(llm)
     seconds, end = time.perf_counter() - start, tokenizer.eos_token_id
     found: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for index, (sample, output) in enumerate(zip(samples, outputs)):
@@ -74,11 +95,9 @@ def child(spec: dict) -> dict:
         whose = found["full" if index % 5 == 0 else spec["policy"]]
         whose[0] += score(text, sample) == 1
         whose[1] += 1
-    audits: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for metric in llm.get_metrics():
-        name = metric.name.removeprefix("vllm:kv_evict_audit_")
-        if name != metric.name and hasattr(metric, "value") and "kept" in metric.labels:
-            audits["control" if metric.labels["kept"] == "all" else "evicted"][name] += metric.value
+    audits = audits_of(llm)
+    for kept, figures in before.items():
+        audits[kept] = {name: value - figures[name] for name, value in audits[kept].items()}
     return {
         "found": found,
         "audits": audits,
@@ -125,7 +144,7 @@ def table(report: dict) -> str:
     ]
     for run in report["costs"]:
         parts = run["audits"].values()
-        computed, audits = sum(each["computed_tokens"] for each in parts), sum(each["requests"] for each in parts)
+        computed, audits = (sum(each.get(name, 0) for each in parts) for name in ("computed_tokens", "requests"))
         cells = (
             f"{run['audit']:.0%}",
             f"{audits:.0f}",
