@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from vllm_evict.core.audit import wilson
 from vllm_evict.eval.prompts import Prompts
-from vllm_evict.eval.stats import wilson
 from vllm_evict.eval.tasks import make
 from vllm_evict.eval.words import Filler
 from vllm_evict.heads import HeadGates, HeadPattern, dense

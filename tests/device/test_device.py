@@ -362,9 +362,9 @@ def test_reports_are_handed_out_once_they_have_come():
         def get_kv_connector_output(self):
             return None
 
-    waiting = worker.with_reports(Output(), [{"r": None}], copied)
+    waiting = worker.with_reports(Output(), {"kv_evict_reports": [{"r": None}]}, copied)
     assert not order
     assert waiting.get_output().kv_evict_reports == [{"r": None}]
     assert order == ["sampled", "copied"]
-    worker.with_reports(worker.ModelRunnerOutput(req_ids=[], req_id_to_index={}), [{}], copied)
+    worker.with_reports(worker.ModelRunnerOutput(req_ids=[], req_id_to_index={}), {}, copied)
     assert order == ["sampled", "copied", "copied"]

@@ -12,6 +12,7 @@ from engine import after, greedy, logprobs_of, random_prompt
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.core.blocks import RequestBlocks
 from vllm_evict.integration.engine.reconstruction import LONGEST_WAIT, OVERLAP, Job, Reconstructions
+from vllm_evict.integration.engine.shadows import ShadowRequests
 
 SERVER = {"name": "kvzip", "budget": 192, "buffer": 64, "sink": 32, "recent": 64}
 SIZE = 32
@@ -203,7 +204,7 @@ def test_nobody_sees_a_shadow(engine, shadows):
     assert {req_id.split("-")[0] for req_id in told} == set(done)
     assert server.metrics()["vllm:prompt_tokens"] == sum(400 + index for index in range(3))
     assert server.metrics()["vllm:generation_tokens"] == 240
-    assert not server.scheduler.part(Reconstructions)._hidden
+    assert not server.scheduler.part(ShadowRequests)._hidden
     server.assert_nothing_left()
 
 

@@ -9,6 +9,8 @@ from loads.embedded import Failure, Run, run_case
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from vllm_evict.compute.group import GroupRuntime
+from vllm_evict.integration.engine import audits
+from vllm_evict.integration.engine.audits import Audits
 from vllm_evict.integration.engine.managers import EvictableManager
 
 pytestmark = pytest.mark.minutes
@@ -18,7 +20,7 @@ SIZE, PROGRAMS = (12, 1) if V2 else (56, 4)
 OF_KIND = {} if V2 else dict.fromkeys(("pressure", "bands", "allocated", "duo", "windows", "gaps"), 2)
 OF_KIND |= {"latent": 1, "searched": 1 if V2 else 3}  # vLLM's reference kernel for latents is slow
 #: Number of a case of each kind.
-CASES = [1, 1, 11, 21, 22, 8, 6, 7, 8, 12, 1, 1, 1, 9, 14, 1, 8]
+CASES = [1, 1, 11, 21, 22, 8, 6, 7, 8, 12, 1, 1, 1, 9, 14, 1, 8, 1]
 #: Further cases of models whose layers differ: whole blocks, tokens, pressure, `kvzip` and `context`; bands of layers
 #: and heads, `duo` and `select`. Of fp8 caches: whole blocks, pressure, host blocks, `context` and `kvzip`.
 UNLIKE = [("searched", number) for number in (6, 3, 2, 21, 12)] + [("gaps", number) for number in (10, 23, 2, 9)]
@@ -40,8 +42,11 @@ def counts():
 @pytest.mark.both_runners("blocks-1")
 @pytest.mark.nightly(push=("reach-11", *(f"{kind}-{number}" for kind, number in zip(KINDS, CASES))))
 @pytest.mark.parametrize("kind, number", [*zip(KINDS, CASES), ("reach", 11), ("reach", 4), *UNLIKE])
-def test_each_kind_of_engine_under_random_load(models, async_stays, complaints, counts, kind, number):
+def test_each_kind_of_engine_under_random_load(models, async_stays, complaints, counts, monkeypatch, kind, number):
     case, programs = make_case(number, kind), OF_KIND.get(kind, PROGRAMS)
+    monkeypatch.setattr(audits, "IDLE_ONLY", 0.0)
+    judge = Audits.judge
+    monkeypatch.setattr(Audits, "judge", lambda self, *args: counts.update(audits=1) or judge(self, *args))
     run_case(case, models, range(programs), SIZE, counts)
     assert counts["requests"] + counts["refused"] == SIZE * programs
     assert counts["finished"] + counts["aborted"] == counts["requests"]
@@ -59,6 +64,7 @@ def test_each_kind_of_engine_under_random_load(models, async_stays, complaints, 
         assert counts["hit tokens"] or kind == "latent"
         assert kind != "host" or (counts["recalled blocks"] and counts["asked again"])
         assert counts["pages"] > 100 or not case.options["enable_prefix_caching"]
+        assert kind != "audited" or counts["audits"] > 20
         # Where heads are split, each part calls the attention kernel by itself.
         assert counts["bit-equal"] == counts["pages"] or kind in ("bands", "allocated", "duo", "gaps")
 

@@ -65,6 +65,13 @@ def test_random_programs_hold_on_servers_that_keep_evicted_blocks_on_the_host(na
     assert counts["fetched"] > 10 and counts["rewound"] > 0 and counts["saved"] >= counts["restored"]
 
 
+@pytest.mark.parametrize("name", ["sink-window", "h2o", "snapkv", "kvzip", "full"])
+def test_random_programs_hold_on_servers_that_audit(name):
+    """All answers; shadows begin beside other requests, and are withdrawn for them."""
+    counts = held(Maker(seed=41, only=[name], audits=1.0), 12)
+    assert counts["finished"] > 50 and counts["audits"] > 20 and counts["rows"] >= counts["audits"]
+
+
 #: Programs that failed once, as the load printed them, shortened.
 FAILED = {
     # Heads that keep everything left too little room beside a cached prefix, and a request waited for ever.

@@ -20,7 +20,7 @@ import pytest
 from packaging.version import Version
 from ports import reserve_port
 
-from vllm_evict.integration.engine.tally import PLACES
+from vllm_evict.integration.engine.tally import AUDIT_COUNTERS, AUDIT_SKIPPED, AUDIT_TARGET, PLACES
 
 pytestmark = pytest.mark.minutes
 
@@ -147,10 +147,13 @@ def test_the_dashboard_asks_for_metrics_that_are_there(server):
     labels |= dict.fromkeys(
         on_host | {name for name, _ in PLACES["host"].gauges.values()}, labels["vllm:kv_evict_blocks_resident"]
     )
+    # Metrics of servers with audit.
+    shared = labels["vllm:kv_evict_blocks_resident"]
+    labels |= {f"{name}_total": {*shared, "kept"} for name, _ in AUDIT_COUNTERS.values()}
+    labels |= {f"{AUDIT_SKIPPED[0]}_total": {*shared, "reason"}, AUDIT_TARGET[0]: shared}
     for query in asked:
-        (name,) = re.findall(r"vllm:\w+", query)
-        by = re.findall(r"by \((\w+)\)", query)
-        assert {*by, *re.findall(r"(\w+)=~", query)} <= labels[name], query
+        by = {*re.findall(r"by \((\w+)\)", query), *re.findall(r"(\w+)=~", query)}
+        assert all(by <= labels[name] for name in re.findall(r"vllm:\w+", query)), query
     ours = {name for name in labels if name.startswith("vllm:kv_evict") and not name.endswith("_created")}
     assert ours == set(re.findall(r"vllm:kv_evict\w+", " ".join(asked)))
 

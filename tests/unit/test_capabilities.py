@@ -30,6 +30,7 @@ POLICIES = {
     "max": {**H2O, "layers": "max"},
     "mean": {**H2O, "accumulate": "mean"},
     "pressure": {**H2O, "when": "pressure"},
+    "audit": {**H2O, "audit": 0.1},
 }
 
 
@@ -92,11 +93,11 @@ SERVERS = {
     ),
     "large heads": (
         {**CUDA, "model_config__get_head_size": lambda: 512},
-        "h2o split tokens kvzip context path select max mean pressure",
+        "h2o split tokens kvzip context path select max mean pressure audit",
     ),
     "latents": (MLA, "split tokens kvzip context host path select"),
-    "states": (HYBRID, "split kvzip context host path select"),
-    "windows": (WINDOWS, "split kvzip context host path select"),
+    "states": (HYBRID, "split kvzip context host path select audit"),
+    "windows": (WINDOWS, "split kvzip context host path select audit"),
     "shared caches": (text(num_kv_shared_layers=1), "split kvzip context host path select"),
     "another backend": ({"attention_config__backend": AttentionBackendEnum.FLEX_ATTENTION}, ALL),
     "FlashInfer": ({**CUDA, "attention_config__backend": AttentionBackendEnum.FLASHINFER}, "split path select"),
@@ -110,37 +111,43 @@ SERVERS = {
     "fp8": ({"cache_config__cache_dtype": "fp8_e5m2"}, ""),
     "fp8 latents": (
         {**MLA, "cache_config__cache_dtype": "fp8"},
-        "h2o split tokens kvzip context host path select max mean pressure",
+        "h2o split tokens kvzip context host path select max mean pressure audit",
     ),
     "an unread dtype": (
         {"cache_config__cache_dtype": "int8_per_token_head"},
-        "h2o tokens kvzip context select max mean pressure",
+        "h2o tokens kvzip context select max mean pressure audit",
     ),
     "unlike dtypes": (
         {"cache_config__kv_cache_dtype_skip_layers": ["0"]},
-        "h2o tokens kvzip context select max mean pressure",
+        "h2o tokens kvzip context select max mean pressure audit",
     ),
     "no prefix cache": (UNCACHED, "kvzip"),
-    "n-grams": (drafts("ngram"), "kvzip context host path select mean"),
+    "n-grams": (drafts("ngram"), "kvzip context host path select mean audit"),
     "n-grams on V2": ({**drafts("ngram"), **V2}, ALL),
     "n-grams beside states": ({**drafts("ngram"), **HYBRID}, ALL),
     "n-grams beside uncached states": (
         {**drafts("ngram"), **HYBRID, **UNCACHED},
-        "split tokens kvzip context host path select mean",
+        "split tokens kvzip context host path select mean audit",
     ),
     "n-grams beside latents and states": ({**drafts("ngram"), **HYBRID, **MLA, **UNCACHED}, ALL),
     "another method": (drafts("medusa"), ALL),
     "as many drafts as a block has tokens": (drafts("ngram", 16), ALL),
-    "MTP": (drafts("mtp"), "split kvzip context host path select mean"),
+    "MTP": (drafts("mtp"), "split kvzip context host path select mean audit"),
     "MTP in parallel": (drafts("mtp", parallel=True), ALL),
-    "MTP under async scheduling": ({**drafts("mtp"), **ASYNC}, "split tokens kvzip context host path select mean"),
-    "MTP beside latents": ({**drafts("mtp"), **MLA}, "split tokens kvzip context host path select mean"),
+    "MTP under async scheduling": (
+        {**drafts("mtp"), **ASYNC},
+        "split tokens kvzip context host path select mean audit",
+    ),
+    "MTP beside latents": ({**drafts("mtp"), **MLA}, "split tokens kvzip context host path select mean audit"),
     "MTP beside latents under async scheduling": ({**drafts("mtp"), **MLA, **ASYNC}, ALL),
-    "MTP beside windows": ({**drafts("mtp"), **WINDOWS}, "split tokens kvzip context host path select mean"),
+    "MTP beside windows": ({**drafts("mtp"), **WINDOWS}, "split tokens kvzip context host path select mean audit"),
     "a draft model beside windows": ({**drafts("draft_model"), **WINDOWS}, ALL),
     "EAGLE beside latents": ({**drafts("eagle"), **MLA}, ALL),
-    "a connector": (connector(), "split kvzip context host path select"),
-    "a connector under async scheduling": ({**connector(), **ASYNC}, "split kvzip context host path select pressure"),
+    "a connector": (connector(), "split kvzip context host path select audit"),
+    "a connector under async scheduling": (
+        {**connector(), **ASYNC},
+        "split kvzip context host path select pressure audit",
+    ),
     "a connector beside latents": ({**connector(), **MLA}, ALL),
     "a connector beside states": ({**connector(), **HYBRID}, ALL),
     "a connector beside windows": ({**connector(), **WINDOWS}, ALL),
@@ -153,7 +160,7 @@ SERVERS = {
     "an encoder-cache connector": ({"ec_transfer_config": object()}, ALL),
     "DCP": ({"parallel_config__decode_context_parallel_size": 2}, ALL),
     "PCP": ({"parallel_config__prefill_context_parallel_size": 2}, ALL),
-    "stages": (STAGES, "split tokens kvzip context host path select max"),
+    "stages": (STAGES, "split tokens kvzip context host path select max audit"),
     "stages beside latents": ({**STAGES, **MLA}, ALL),
     "stages beside states": ({**STAGES, **HYBRID}, ALL),
     "stages beside windows": ({**STAGES, **WINDOWS}, ALL),
@@ -170,6 +177,8 @@ SERVERS = {
     ),
     "ranks under a launcher": ({"parallel_config__distributed_executor_backend": "external_launcher"}, ALL),
     "microbatches": ({"parallel_config__use_ubatching": True}, ALL),
+    "adapters": ({"lora_config": object()}, "audit"),
+    "ranks of experts": ({"model_config__is_moe": True}, "audit"),
     "a scheduler of one's own": ({"scheduler_config__scheduler_cls": "my.Scheduler"}, ALL),
 }
 #: Environments that other tests refuse, because a machine, an executor or a variable makes them.
@@ -200,7 +209,8 @@ def test_what_was_refused_by_hand_is_refused_by_the_table(name):
 
 def test_every_environment_of_the_table_has_been_met():
     named = {name: each for name, each in vars(environments).items() if each in ENVIRONMENTS}
-    servers = [Server(server_of(changes), KVPolicyConfig.parse(POLICIES["split"])) for changes, _ in SERVERS.values()]
+    policies = [KVPolicyConfig.parse(POLICIES[name]) for name in ("split", "audit")]
+    servers = [Server(server_of(changes), policy) for changes, _ in SERVERS.values() for policy in policies]
     met = {name for name, each in named.items() if name not in ELSEWHERE and any(map(each.of, servers))}
     assert met == named.keys() - ELSEWHERE and len(named) == len(ENVIRONMENTS) > 45
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from configuration import H2O, WHOLE, parse, refusal, request_refusal
 
-from vllm_evict.config import KVPolicyConfig
+from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.config.allocators import ALLOCATION
 from vllm_evict.config.errors import instead
-from vllm_evict.config.fields import SELECT, TIER
+from vllm_evict.config.fields import SELECT, SERVER, TIER
 from vllm_evict.config.options import names_of
 from vllm_evict.config.schema import _warn_of_old_name
 from vllm_evict.policies import BUDGET_OPTIONS, POLICIES
@@ -85,15 +85,17 @@ def test_to_dict_is_what_parse_takes_and_json_carries(name):
     selecting = selecting if "select" in policy.options else {}
     context = {"context": 4096} if "context" in policy.options else {}
     pyramid, ada = (pyramid, ada) if "allocate" in policy.options else ({}, {})
-    for extra in ({}, values, {"allow": ["h2o"]}, context, waiting, selecting, pyramid, ada):
+    audits = {"audit": 0.5, "target": 0.9}
+    for extra in ({}, values, {"allow": ["h2o"]}, audits, context, waiting, selecting, pyramid, ada):
         config = parse({"name": name, **extra})
         carried = json.loads(json.dumps(config.to_dict()))
         assert parse(carried) == config and parse(carried).unsaid == config.unsaid
         left_out = set() if "evict" in extra else names_of(TIER)
         left_out |= set() if "select" in extra else names_of(SELECT)
         left_out |= names_of(ALLOCATION) - extra.keys()
-        assert set(carried) == (policy.options | {"name", "allow"}) - config.unsaid - left_out
-        assert set(config.effective()) == policy.options | {"name", "allow"}
+        left_out |= {"audit", "target"} - extra.keys()
+        assert set(carried) == (policy.options | {"name"} | names_of(SERVER)) - config.unsaid - left_out
+        assert set(config.effective()) == policy.options | {"name"} | names_of(SERVER)
         assert config.unsaid == (set() if extra == values else policy.options & {"budget", "sink", "recent"})
 
 
@@ -133,13 +135,13 @@ def test_an_unknown_policy_is_refused_with_the_nearest_first(name, first):
 @pytest.mark.parametrize("field, first", [("buget", "budget"), ("sinks", "sink"), ("head", "heads"), ("evry", "every")])
 def test_an_unknown_field_is_refused_with_the_nearest_first(field, first):
     message = refusal({**H2O, field: 1})
-    has = ", ".join(sorted(POLICIES["h2o"].options | {"name", "allow"}))
+    has = ", ".join(sorted(POLICIES["h2o"].options | {"name"} | names_of(SERVER)))
     assert message == f"policy 'h2o' has no field {field!r}: did you mean {first!r}? Expected one of: {has}"
 
 
 def test_a_field_of_another_policy_is_refused():
     assert "'sink-window' has no field 'heads'" in refusal({"name": "sink-window", "heads": "max"})
-    assert "'full' has no field 'budget': expected one of: allow, dense_layers, " in refusal(
+    assert "'full' has no field 'budget': expected one of: allow, audit, dense_layers, " in refusal(
         {"name": "full", "budget": 100}
     )
 
@@ -365,3 +367,20 @@ def test_configurations_can_be_copied_carried_and_compared():
         assert same == config and hash(same) == hash(config) and same.unsaid == config.unsaid
     assert config.replace(budget=512) != config and config.replace(budget=512).every == 3
     assert repr(config).startswith("KVPolicyConfig(")
+
+
+def test_audits_are_the_servers_own():
+    assert parse({**H2O, "audit": 1, "target": 0.9}).audit == 1
+    assert refusal({**H2O, "target": 0.9}) == "target: no answer is audited: it needs audit, such as audit: 0.01"
+    for field, value in (
+        ("audit", 1.5),
+        ("audit", -1),
+        ("audit", True),
+        ("audit", "some"),
+        ("target", 0),
+        ("target", 2),
+    ):
+        assert refusal({**H2O, "audit": 0.5, field: value}).startswith(f"{field}: ")
+    with pytest.raises(KVPolicyError, match="unknown request field 'kv_audit'"):
+        parse({**H2O, "audit": 0.5}).for_request({"kv_audit": 1}, 100, 16)
+    assert not parse({**H2O, "audit": 0.5}).for_request({"kv_policy": "snapkv"}, 5000, 16).audit

@@ -3,6 +3,7 @@
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from vllm_evict.config import KVPolicyConfig
 from vllm_evict.integration.engine.tally import Tally
 from vllm_evict.integration.frontend.metrics import PrometheusMetrics
 
@@ -18,13 +19,14 @@ def shown():
     def gauge(name, help, labels, multiprocess_mode):
         return Gauge(name, help, labels, registry=registry)
 
-    metrics = PrometheusMetrics("m", [0], ["full", "h2o"], counter, gauge, "host")
+    policy = {"name": "h2o", "evict": "host", "host": "1MiB", "allow": ["full"], "audit": 0.5, "target": 0.9}
+    metrics = PrometheusMetrics("m", [0], KVPolicyConfig.parse(policy), counter, gauge)
 
     def record(counts):
         metrics.record(counts, 0)
         samples = (sample for family in registry.collect() for sample in family.samples)
         return {
-            (sample.name.removeprefix("vllm:kv_evict_"), sample.labels["policy"]): sample.value
+            (sample.name.removeprefix("vllm:kv_evict_"), *list(sample.labels.values())[2:]): sample.value
             for sample in samples
             if not sample.name.endswith("_created")
         }
@@ -56,3 +58,23 @@ def test_host_blocks_are_sent_for_a_policy_without_requests(shown):
     tally.hold("h2o", used=4, block_bytes=100)
     found = shown(tally.take({}))
     assert (found["host_blocks", "h2o"], found["host_bytes", "h2o"], found["blocks_resident", "h2o"]) == (4, 400, 0)
+
+
+def test_audits_are_shown_by_policy_and_share_kept(shown):
+    tally = Tally()
+    found = shown(tally.take({}))
+    assert found["audit_target", "h2o"] == 0.9
+    assert found["audit_requests_total", "h2o", "all"] == found["audit_requests_total", "h2o", "10-25"] == 0
+    tally.audit("h2o", "10-25", requests=1, identical=True, tokens=8, agreed=8, gap=0.0)
+    tally.audit("h2o", "10-25", requests=1, identical=False, tokens=4, agreed=3, gap=0.75)
+    tally.audit("h2o", "all", sampled_requests=1, sampled_tokens=5, surprise=2.5, expected=3.0)
+    tally.skip("full", "grammar")
+    found = shown(tally.take({}))
+    assert found["audit_requests_total", "h2o", "10-25"] == 2
+    assert found["audit_identical_total", "h2o", "10-25"] == 1
+    assert found["audit_tokens_agreed_total", "h2o", "10-25"] == 11
+    assert found["audit_gap_nats_total", "h2o", "10-25"] == 0.75
+    assert found["audit_surprise_nats_total", "h2o", "all"] == 2.5
+    assert found["audit_expected_nats_total", "h2o", "all"] == 3
+    assert found["audit_skipped_total", "full", "grammar"] == 1
+    assert tally.take({}) == {}

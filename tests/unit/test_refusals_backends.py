@@ -34,6 +34,7 @@ def plain_config(**changes):
             has_noops=False,
             uses_alibi=False,
             uses_mrope=False,
+            is_moe=False,
             max_model_len=2048,
             model_arch_config=SimpleNamespace(),
             get_sliding_window=lambda: None,
@@ -68,6 +69,7 @@ def plain_config(**changes):
         speculative_config=None,
         kv_transfer_config=None,
         ec_transfer_config=None,
+        lora_config=None,
         use_v2_model_runner=False,
         max_concurrent_batches=1,
     )

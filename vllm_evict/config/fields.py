@@ -262,7 +262,20 @@ MASS = (
     Option("every", whole(1), 1, "score every n-th query position"),
 )
 
-#: Field of every policy, beside the fields that it declares.
+AUDIT = Option(
+    "audit",
+    real(ge=0, le=1),
+    0.0,
+    "share of requests whose answers full attention scores again once they ended, on an idle engine, to measure what "
+    "eviction changed; 0: none",
+)
+TARGET = Option(
+    "target",
+    real(gt=0, le=1) | None,
+    None,
+    "with `audit`: share of audited answers that should be identical; the log warns once where fewer are",
+)
+#: Fields of every policy, beside the fields that it declares.
 ALLOW = Option(
     "allow",
     entries(text) | None,
@@ -270,6 +283,8 @@ ALLOW = Option(
     "policies that requests may pick; null: `full`, and all except `kvzip` and those that make KV groups; none that "
     "lacks the server's `when`, `select` or `context`; beside a policy that makes KV groups `full` alone",
 )
+#: All of them: settings of the server.
+SERVER = (ALLOW, AUDIT, TARGET)
 
 #: Values that `KVPolicyConfig` returns for fields that its policy does not have.
 NEUTRAL = {

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from .allocators import ALLOCATORS, Allocator
 from .errors import KVPolicyError, instead, shown
-from .fields import ALLOW, KEEPING, NEUTRAL
+from .fields import KEEPING, NEUTRAL, SERVER
 from .options import Fields, Option, names_of
 
 
@@ -68,7 +68,7 @@ class Registry(Mapping[str, Any]):
         self._policies: dict[str, Declaration] = {}
         self._fields: dict[str, Option] = {}
         self.broken: dict[str, str] = {}
-        self.reserved: frozenset[str] = frozenset({"name", "allow"})
+        self.reserved: frozenset[str] = frozenset({"name"}) | names_of(SERVER)
 
     def __getitem__(self, name: str) -> Any:
         return self._policies[name]
@@ -158,7 +158,7 @@ class Registry(Mapping[str, Any]):
                 others_of = _names(name for name in whose if name not in every)
                 of += f"{'; also ' if missing else ', '}{others_of}" if others_of else ""
             rows.append((f"`{field}`", of, first + others, option.doc))
-        return [*rows, ("`allow`", "all", "none", ALLOW.doc)]
+        return rows + [(f"`{option.name}`", "all", _written(option.default), option.doc) for option in SERVER]
 
     def table(self) -> str:
         """Return all fields as a Markdown table."""

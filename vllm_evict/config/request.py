@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .errors import LONGEST_SHOWN, KVPolicyError, instead, shown
-from .fields import KEEPING, PER_TOKEN, SELECT, TIER, TOKENS_OR_RATIO, tokens_or_ratio
+from .fields import KEEPING, PER_TOKEN, SELECT, SERVER, TIER, TOKENS_OR_RATIO, tokens_or_ratio
 from .frozen import C, Frozen
 from .options import TOO_MANY, names_of
 from .registry import REGISTRY, Declaration
@@ -208,7 +208,7 @@ def _mistaken(extra_args: Mapping[str, Any]) -> str | None:
     Returns:
         The argument's name; None if there is no such argument.
     """
-    options = {f"kv_{field}" for field in ("name", *REGISTRY.fields(), "allow")}
+    options = {f"kv_{field}" for field in ("name", *REGISTRY.fields(), *names_of(SERVER))}
     for key in extra_args.keys() & options:
         if extra_args[key] is not None and key not in REQUEST_FIELDS:
             return key

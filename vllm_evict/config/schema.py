@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from .allocators import ALLOCATE, ALLOCATION, ALLOCATORS
 from .errors import KVPolicyError, instead, shown, together
-from .fields import ALLOW, READ, SELECT, TIER
+from .fields import READ, SELECT, SERVER, TIER
 from .groups import Groups
 from .options import Option, names_of
 from .registry import REGISTRY
@@ -32,10 +32,14 @@ class KVPolicyConfig(Sizes, Groups, Requests):
         name: name of the policy.
         allow: policies that requests may pick. None: all policies without reconstruction or split heads that support
             the server's `when`, `select` and `context`; `full` alone if the allocator splits heads or layers.
+        audit: share of requests whose answers full attention scores again.
+        target: share of audited answers that should be identical; None: no share is expected.
         given: names of fields that the user gave.
     """
 
     allow: tuple[str, ...] | None
+    audit: float
+    target: float | None
     #: Layers of the model, which bands divide; None: as many as bands. Set by `for_model`.
     _depth: int | None
     #: A band's budget over the mean of all bands; None if this is not a band. Set by `classes`.
@@ -52,7 +56,7 @@ class KVPolicyConfig(Sizes, Groups, Requests):
             )
         policy = policy_named(fields.pop("name"))
         fields = _with_new_names(policy, fields)
-        known: dict[str, Option] = {option.name: option for option in (*policy.declares, ALLOW)}
+        known: dict[str, Option] = {option.name: option for option in (*policy.declares, *SERVER)}
         for field in fields:
             if field not in known:
                 raise KVPolicyError(_unknown(policy.name, field, known))
@@ -115,16 +119,18 @@ class KVPolicyConfig(Sizes, Groups, Requests):
     @property
     def idle(self) -> frozenset[str]:
         """Names of fields without effect: of blocks on the host where evicted blocks are dropped, of a selection where
-        decodes attend to all resident tokens, and of allocators other than this configuration's."""
+        decodes attend to all resident tokens, of audits where there are none, and of allocators other than this
+        configuration's."""
         idle = names_of((*TIER, *READ)) if self.evict == "drop" else frozenset()
         idle |= {"budget", "buffer", "sink", "recent"} if self.keeps_all else frozenset()
         idle |= frozenset() if self.select else names_of(SELECT)
+        idle |= frozenset() if self.audit else {"audit", "target"}
         own = names_of(self.allocator.declares) | {"allocate"} if self.allocator.splits else frozenset()
         return idle | (names_of(ALLOCATION) - own)
 
     def effective(self) -> dict[str, Any]:
         """Return all fields of the policy, of JSON types, with sizes that follow the budget."""
-        fields = ("name", *(option.name for option in self.policy.declares), "allow")
+        fields = ("name", *(option.name for option in (*self.policy.declares, *SERVER)))
         return {field: _plain(getattr(self, field)) for field in fields}
 
     @property
@@ -369,6 +375,11 @@ def _fits_its_context(config: KVPolicyConfig) -> None:
             )
 
 
+def _audits(config: KVPolicyConfig) -> None:
+    if config.target is not None and not config.audit:
+        raise ValueError("target: no answer is audited: it needs audit, such as audit: 0.01")
+
+
 def _allows_what_there_is(config: KVPolicyConfig) -> None:
     for name in config.allow or ():
         try:
@@ -405,6 +416,6 @@ def _has_the_trigger(config: KVPolicyConfig) -> None:
 
 RULES: tuple[Callable[[KVPolicyConfig], None], ...] = (
     _allows_what_there_is, _sees_tokens, _keeps_on_the_host, _selects, _goes_with_its_allocator,
-    _computes_whole_prompts, _fits_its_context, _has_the_trigger, _room_to_choose,
+    _computes_whole_prompts, _fits_its_context, _has_the_trigger, _room_to_choose, _audits,
 )  # fmt: skip
 REGISTRY.reserved |= frozenset(dir(KVPolicyConfig)) | frozenset(KVPolicyConfig.__annotations__)

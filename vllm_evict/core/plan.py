@@ -14,6 +14,8 @@ N = TypeVar("N")
 PLAN = "kv_evict_plan"
 #: Attribute of a `ModelRunnerOutput` that holds a list of `Reports`, one for each KV group.
 REPORTS = "kv_evict_reports"
+#: Attribute of a `ModelRunnerOutput` that holds scored rows, request -> float32 [rows, 4]; absent without any.
+SCORED = "kv_evict_scored"
 #: Attribute of a `ModelRunnerOutput` that holds `Trouble`; absent without any.
 TROUBLE = "kv_evict_trouble"
 
@@ -106,6 +108,20 @@ class RoomOf(NamedTuple):
     recent: int
 
 
+class Rows(NamedTuple):
+    """Rows of a step that workers score: how likely the token after each row is, as the model sees it.
+
+    Attributes:
+        first: index of the first row among those that the request computes in the step.
+        tokens: for each row the token after it.
+        temperature: divides the logits.
+    """
+
+    first: int
+    tokens: list[int]
+    temperature: float
+
+
 class Trouble(NamedTuple):
     """Blocks that orders could not write or read.
 
@@ -179,6 +195,7 @@ class EvictionPlan:
         orders: of all kinds, as they were decided and are carried out: one may write what one before reads, or read
             what one before wrote.
         rewound: request -> tokens of it that are computed, where some are computed again.
+        rows: request -> its rows that workers score in the step.
         poison: freed physical blocks to fill with NaN (tests only).
         clean: reallocated physical blocks to fill with zeros (tests only).
     """
@@ -186,12 +203,13 @@ class EvictionPlan:
     groups: list[GroupPlan]
     orders: list[Order] = field(default_factory=list)
     rewound: dict[str, int] = field(default_factory=dict)
+    rows: dict[str, Rows] = field(default_factory=dict)
     poison: list[int] = field(default_factory=list)
     clean: list[int] = field(default_factory=list)
     _notes: dict[Any, Any] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return EvictionPlan, (self.groups, self.orders, self.rewound, self.poison, self.clean)
+        return EvictionPlan, (self.groups, self.orders, self.rewound, self.rows, self.poison, self.clean)
 
     def of(self, kind: Callable[[], N]) -> N:
         """Return a mechanism's notes on the step: the object of this class, which is made when first asked for."""

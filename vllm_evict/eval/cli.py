@@ -1,4 +1,4 @@
-"""`vllm-evict eval`, `plot`, `policies`, `check`, and the group `heads`."""
+"""`vllm-evict eval`, `plot`, `show`, `policies`, `check`, and the group `heads`."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import yaml
 from rich.console import Console
 
 from .. import __version__
-from ..config import KVPolicyError
+from ..config import KVPolicyConfig, KVPolicyError
 from ..heads import HeadsError
 from ..heads.cli import app as heads
 from ..heads.cli import wide_console
@@ -177,6 +177,34 @@ def plot(folder: Annotated[Path, typer.Argument(help="Results folder of an evalu
 
     console = wide_console()
     _tell(report.write(report.load(folder), folder, console), console)
+
+
+@app.command()
+def show(
+    prompt: Annotated[Path, typer.Argument(help="Text file.")],
+    model: Annotated[str, typer.Option(help="Model directory or Hub name.")],
+    policy: Annotated[str, typer.Option(help="Name, YAML file or JSON object.")] = "h2o",
+    budget: Annotated[float | None, typer.Option(help="Tokens, or a ratio of the prompt below 1.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1)] = 64,
+    out: Annotated[Path, typer.Option(help="The page.")] = Path("kept.html"),
+    engine_args: Annotated[str, typer.Option(help='More arguments of LLM, as JSON: {"dtype": "float32"}.')] = "{}",
+) -> None:
+    """Write a page that shows what a policy evicted of a prompt, and where its answer differs from full attention's."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # before vLLM is imported: the engine runs in this process
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    try:
+        text = prompt.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise EvalError(f"{prompt} got {type(error).__name__}; expected a text file: {error}") from None
+    config = KVPolicyConfig.parse(policy)
+    if budget is not None:
+        config = KVPolicyConfig.parse(config.to_dict() | {"budget": budget if budget < 1 else int(budget)})
+    from ..integration.show import run
+    from .show import page
+
+    shown = run(model, config, text, max_tokens, _object(engine_args, "--engine-args"))
+    out.write_text(page(shown, f"{Path(model).name}, {config.name}, budget {config.budget}"), encoding="utf-8")
+    _tell([out], wide_console())
 
 
 @app.command()

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-#: Two-sided 95 %.
-Z = 1.959964
+from ..core.audit import wilson
+
 ALPHA = 0.05
 RESAMPLES = 4000
 #: Share of right answers, or of a perplexity, from which on a difference matters.
@@ -16,14 +16,6 @@ MATTERS = 0.1
 FEWEST = 60
 #: Up to this number of differences all sign patterns are tried.
 EXACT = 12
-
-
-def wilson(right: float, n: int) -> tuple[float, float]:
-    """95 % interval of the share `right` of `n` (Wilson, 1927, which holds at 0 and 1 and for small n)."""
-    share, z2 = right / n, Z * Z
-    middle = (share + z2 / (2 * n)) / (1 + z2 / n)
-    half = Z / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
-    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def bootstrap(values: Sequence[float]) -> tuple[float, float]:

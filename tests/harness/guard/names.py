@@ -52,7 +52,7 @@ REPLACED = {
         "integration.engine.scheduler:EvictionMixin": "__init__ schedule update_from_output _free_request_blocks "
         "_free_request finish_requests reset_prefix_cache _build_kv_connector_meta _handle_invalid_blocks make_stats "
         "add_request _update_request_as_session _get_local_prefix_cache_hit _reserve_prefill_lookahead "
-        "_preempt_request",
+        "_preempt_request has_requests set_pause_state",
     },
     "vllm.v1.core.kv_cache_manager:KVCacheManager": {
         "integration.engine.allocation:before_giving_up": "allocate_slots",
@@ -96,6 +96,7 @@ REPLACED = {
         "integration.worker.reorder:guard_reload.checked": "reload_weights",
         "integration.worker.runners:profiling": "profile_run",
         "integration.worker.runners:_install_v1": "_update_states",
+        "integration.worker.scored:Scorer._install_v1": "_get_prompt_logprobs_dict",
         "integration.worker.graphs:install_v1": "_warmup_and_capture",
     },
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner": {
@@ -103,6 +104,9 @@ REPLACED = {
         "integration.worker.runners:profiling": "profile_run",
         "integration.worker.runners:_install_v2": "update_requests prepare_attn",
         "integration.worker.graphs:install_v2": "gather_batch_req_state initialize_kv_cache",
+    },
+    "vllm.v1.worker.gpu.sample.prompt_logprob:PromptLogprobsWorker": {
+        "integration.worker.scored:Scorer._install_v2": "compute_prompt_logprobs",
     },
     "vllm.v1.worker.gpu.model_states.default:DefaultModelState": {
         "integration.worker.graphs:install_v2": "prepare_attn"

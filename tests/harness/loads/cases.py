@@ -126,6 +126,10 @@ def _reach(rng, sizes):
     return {"name": "full", **sizes, "evict": "host", "host": host, "read": rng.choice([0, 4 * sizes["sink"]])}
 
 
+def _audited(rng, sizes):
+    return {**rng.choice([_blocks, _tokens, _pressure, _kvzip])(rng, sizes), "audit": 1.0}
+
+
 def _full(rng, sizes):
     return {"name": "full"}
 
@@ -156,6 +160,7 @@ KINDS = {
     "gaps": ("gaps", None),
     "allocated": ("plain", _allocated),
     "fp8": ("plain", None),
+    "audited": ("plain", _audited),
 }
 #: Kinds whose cases are like those of other kinds, on another model or with fp8 caches. Heads are split only where all layers have as many.
 LIKE = {

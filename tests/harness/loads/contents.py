@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from vllm_evict.core.plan import Rows
+
 from .program import STOP, VOCABULARY
 
 #: Tokens of all prompts, and numbers of all scores, are slices of these.
@@ -122,7 +124,28 @@ class Counts:
     restored: int = 0
     still_there: int = 0
     selected: int = 0
+    rows: int = 0
 
     def add(self, other: Any) -> None:
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
+
+
+def scored(rows: dict[str, Row], starts: dict[str, int], asked: dict[str, Rows], counts: Counts) -> dict[str, Any]:
+    """Scores of rows of a step, which have to be rows of requests with nothing missing, before their own tokens.
+
+    Args:
+        rows: of all requests.
+        starts: request -> where its tokens of this step begin.
+        asked: request -> what the plan has scored.
+        counts: to which the scored rows are added.
+    """
+    for req_id, told in asked.items():
+        row, first = rows[req_id], starts[req_id] + told.first
+        last, counts.rows = first + len(told.tokens), counts.rows + len(told.tokens)
+        if row.reduced or told.first < 0 or last > row.computed:
+            raise Fault("rows", f"rows {first} to {last} are to be scored, {row.computed} are there, {row.reduced}")
+        # What the last row predicts is no token of the request.
+        if told.tokens[:-1] != row.tokens[first + 1 : last]:
+            raise Fault("rows", f"{told.tokens} are to be scored, the tokens are {row.tokens[first + 1 : last]}")
+    return {req_id: np.zeros((len(told.tokens), 4), np.float32) for req_id, told in asked.items()}

@@ -17,11 +17,11 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_evict.core.actions import Compaction, KeyRotation
 from vllm_evict.core.mechanisms.recall import BOUND
-from vllm_evict.core.plan import PLAN, REPORTS, EvictionPlan, Report, Reports
+from vllm_evict.core.plan import PLAN, REPORTS, SCORED, EvictionPlan, Report, Reports
 from vllm_evict.core.residence import HOLE
 from vllm_evict.policies import RUNNING
 
-from .contents import MASK, POISON, SALTS, SCORES, TURN, Counts, Fault, Row
+from .contents import MASK, POISON, SALTS, SCORES, TURN, Counts, Fault, Row, scored
 from .host import HostTier
 from .program import VOCABULARY, Settings
 
@@ -110,6 +110,8 @@ class Worker:
         reports = self._reports(plan, starts, settled)
         if any(reports):
             setattr(made, REPORTS, reports)
+        if plan.rows:
+            setattr(made, SCORED, scored(self.rows, starts, plan.rows, self.counts))
         return made
 
     # --- plans --------------------------------------------------------------------------------------------------------

@@ -138,6 +138,9 @@ class Run:
             self._check_step()
             self.step += 1
             assert self.step < patience, f"after {self.step} steps have not ended: {sorted(self.live)}"
+        while self.engine.scheduler.has_requests():  # audits
+            self.vllm.step()
+            self._check_step()
         self.counts["steps"] += self.step
 
     def _alone(self, item):

@@ -16,7 +16,9 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_evict.core.mechanisms.base import Due, Misses
 from vllm_evict.core.mechanisms.recall import Looks
 from vllm_evict.core.plan import PLAN
+from vllm_evict.integration.engine.audits import Audits
 from vllm_evict.integration.engine.reconstruction import OVERLAP, Reconstructions, Scored, parts
+from vllm_evict.integration.engine.shadows import ShadowRequests
 
 from .contents import SALTS, Fault, Row
 from .double import Worker
@@ -199,7 +201,7 @@ class Invariants(HostInvariants):
             needed = math.ceil((prompt + len(config.instruction) + longest) / block) - prompt // block
             free = self.pool.get_num_free_blocks() - self.cache.watermark_blocks
             slots = len(scheduler.running) + scheduler.num_waiting_for_streaming_input < self.settings.seqs
-            shadows = scheduler.part(Reconstructions)._hidden & self.evictable[0].residents.keys()
+            shadows = scheduler.part(ShadowRequests)._hidden & self.evictable[0].residents.keys()
             room = (
                 bool(repeated) and prompt >= block and (shadows or (slots and free >= needed + len(scheduler.running)))
             ) and tokens < self.settings.chunk
@@ -251,9 +253,10 @@ class Invariants(HostInvariants):
         Counted are steps in a row in which no request ends and none computes a token that it has not computed before,
         not even before it was preempted. Allowed are four times the steps that all live requests would take one after
         the other, and 64. The same is asked of the oldest request on its own, unless priorities say that others go
-        first. Sessions are left out there: vLLM queues each turn behind the requests that wait. Steps in which the scheduler is paused, or all requests are sessions that wait for a turn, do not count.
+        first. Sessions are left out there: vLLM queues each turn behind the requests that wait. Steps in which the scheduler is paused, all requests are sessions that wait for a turn, or audits alone run, do
+        not count.
         """
-        if self._paused or not self.scheduler.get_num_unfinished_requests():
+        if self._paused or not self.live or not self.scheduler.get_num_unfinished_requests():
             return
         self._since += 1
         self._since_oldest += 1
@@ -358,8 +361,17 @@ class Invariants(HostInvariants):
                 raise Fault("left", f"of plans: {told}")
         if any(order.req_id for order in scheduler._plan.orders):
             raise Fault("left", f"orders: {scheduler._plan}")
+        for part in scheduler.mechanisms.of(Audits):
+            if len(part) or part._tokens or part._shadow:
+                raise Fault("left", f"audits: {len(part)} of {part._tokens} tokens, {part._shadow}")
+            done = self.counts["audits"] + sum(part._skips.values())
+            if done != part.drawn:
+                raise Fault("audits", f"{part.drawn} answers were drawn, {done} were judged or counted as skipped")
+        for shadows in scheduler.mechanisms.of(ShadowRequests):
+            if shadows.current or shadows._hidden:
+                raise Fault("left", f"shadows: {shadows.current}, {shadows._hidden}")
         for reconstructions in scheduler.mechanisms.of(Reconstructions):
-            for name in ("_jobs", "_shadow", "_hidden"):
+            for name in ("_jobs", "_shadow"):
                 if getattr(reconstructions, name):
                     raise Fault("left", f"reconstructions: {name} {getattr(reconstructions, name)}")
             forgotten = set(scheduler._plan.groups[0].forgotten)

@@ -174,6 +174,7 @@ class Maker:
         requests: of a program, at most.
         drafts: whether servers speculate.
         host: whether all servers keep evicted blocks on the host; else a part of them does, if none speculates.
+        audits: share of servers that audit all answers, of those that can.
     """
 
     def __init__(
@@ -184,19 +185,30 @@ class Maker:
         requests: int = 40,
         drafts: bool = False,
         host: bool = False,
+        audits: float = 0.0,
     ) -> None:
         self.random, self.only, self.faithful, self.requests = random.Random(seed), only, faithful, requests
         self.drafts, self.host = drafts, host
         #: Of its own, so that other programs of a seed stay what they were.
         self.selects, self.meets = random.Random(f"select {seed}"), random.Random(f"meet {seed}")
         self.allocates = random.Random(f"allocate {seed}")
+        self.audits, self.audited = audits, random.Random(f"audit {seed}")
 
     def program(self) -> Program:
         while True:
             settings = self._settings()
             if settings is not None:
                 ops = tuple(self._ops(settings))
-                return self._meeting(Program(self._selecting(settings), ops))
+                return self._meeting(Program(self._auditing(self._selecting(settings)), ops))
+
+    def _auditing(self, settings: Settings) -> Settings:
+        """The same server with audits, if it can have them and it is its turn."""
+        config = parsed(settings)
+        if config is None or settings.window or settings.drafts or self.audited.random() >= self.audits:
+            return settings
+        if config.allocator.splits or config.selects or config.context is not None or config.evict == "host":
+            return settings
+        return replace(settings, policy={**(settings.policy or {}), "audit": 1.0})
 
     def _chance(self, share: float) -> bool:
         return self.random.random() < share

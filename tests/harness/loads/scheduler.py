@@ -50,6 +50,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_evict.config import KVPolicyError
 from vllm_evict.core.mechanisms import Pressure
 from vllm_evict.core.plan import PLAN
+from vllm_evict.integration.engine.audits import Audits
 from vllm_evict.integration.engine.offloading import Offloading
 from vllm_evict.integration.engine.reconstruction import Reconstructions
 from vllm_evict.policies import POLICIES
@@ -118,6 +119,8 @@ class Simulation(Invariants):
             self._watch_recalls()
         if settings.priorities:
             self._withdraw_what_is_not_computed()
+        if of and of.of(Audits):
+            self._watch_audits()
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -338,6 +341,17 @@ class Simulation(Invariants):
         for req_id in [req_id for req_id in self.live if req_id not in self.scheduler.requests]:
             self._ended(req_id)  # a session that ended with its last turn
 
+    def _watch_audits(self) -> None:
+        """Count verdicts. Answers wait for no idle engine, so that shadows run beside other requests."""
+        part = self.scheduler.part(Audits)
+        part.idle_only, judge = 0.0, part.judge
+
+        def judged(answer: Any, verdict: Any, computed: int) -> None:
+            self.counts["audits"] += 1
+            judge(answer, verdict, computed)
+
+        part.judge = judged  # type: ignore[method-assign]
+
     def _watch_shown(self) -> None:
         """See that what is sent, and was sent before, are the blocks that requests of each policy hold."""
         make_stats = self.scheduler.make_stats
@@ -419,7 +433,7 @@ def main() -> None:
         text = sys.stdin.read() if options.replay == "-" else Path(options.replay).read_text()
         print(dict(run(Program.parse(text))))
         return
-    maker = Maker(options.seed, options.policy, options.faithful, drafts=options.drafts, host=options.host)
+    maker = Maker(options.seed, options.policy, options.faithful, drafts=options.drafts, host=options.host, audits=0.2)
     sys.exit(search(maker, options.requests, options.shrink, options.most))
 
 

@@ -160,6 +160,10 @@ class Mechanism(ABC):
     def before_schedule(self) -> None:  # noqa: B027 - hooks are optional
         """Prepare for the step that vLLM is about to schedule."""
 
+    def has_work(self) -> bool:
+        """Return whether the engine shall step though no request waits or runs."""
+        return False
+
     def limit_tokens(self, request: Any, computed_tokens: int, new_tokens: int) -> int:
         """Return how many of `new_tokens`, for which vLLM has room, a request may compute in the step being planned."""
         return new_tokens
@@ -226,6 +230,9 @@ class Mechanism(ABC):
 
     def on_reset(self) -> None:  # noqa: B027
         """Note that vLLM is about to reset the prefix cache: what requests have computed is void."""
+
+    def on_pause(self) -> None:  # noqa: B027
+        """Note that vLLM is about to pause, or to end all requests."""
 
     def on_finish(self, finished: list[Any]) -> list[Any]:
         """Return the finished requests that clients know, of those that were told to finish."""

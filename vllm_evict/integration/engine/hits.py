@@ -40,7 +40,7 @@ class Hits:
         """Return the hit of a request, cut so that the pool can hold it beside the first chunk."""
         most, blocks = self._longest_hit(request), self._managers[0].residents[request.request_id]
         limited = blocks.limits is not None
-        # A request that starts with pure tokens repeats a prompt: it has to compute the tokens after these.
+        # A request that starts with pure tokens is a shadow: it has to compute the tokens after these.
         if not blocks.started and blocks.pure_tokens is not None:
             most, limited = blocks.pure_tokens, True
         if blocks.config.context is not None:
@@ -51,13 +51,13 @@ class Hits:
         alone = len(self._managers) + len(self._others) == 1
         if alone and hit.tokens > most and limited:
             return hit._replace(blocks=self._cache.truncate_computed_blocks(hit.blocks, most), tokens=most)
-        return hit if alone or not hit.tokens else self._jointly(request, hit, most)
+        return hit if alone or not hit.tokens else self._jointly(request, hit, most if limited else hit.tokens)
 
     def _jointly(self, request: Request, hit: Hit, most: int) -> Hit:
         """Return a hit in several KV groups, cut to what the pool can hold, with holes only where they may be."""
         groups, tokens = self._scheduler.blocks_of(request.request_id), hit.tokens
         found, room = list(hit.blocks.blocks), tokens
-        if groups[0].limits and tokens > most:
+        if tokens > most:
             room = most  # of a shorter prefix, streaming heads and sliding windows need other blocks
         while True:
             # Heads that keep everything need every block of the prefix.

@@ -6,17 +6,20 @@ from typing import Any
 from ...core.mechanisms import Again, Budget, Context, Mechanism, Profiles, Reach, Recall, SharedBudget, WholePrompts
 from ...core.mechanisms.base import M
 from .allocation import Reads
+from .audits import Audits
 from .offloading import Offloading
 from .poison import Poison
 from .preempted import Preempted
 from .pressure import RoomMaker
 from .reconstruction import Reconstructions
+from .shadows import ShadowRequests
 
 #: In the order in which their hooks are called. After an action `Poison` comes before `Offloading`, which takes blocks
 #: that come back out of what is poisoned, and `Offloading` before `Again`. `Again` decides before `Budget`.
+#: `ShadowRequests` comes after what begins shadows.
 KINDS: tuple[type[Mechanism], ...] = (
     Poison, Reads, WholePrompts, RoomMaker, Offloading, Preempted, Again, Profiles, Budget, SharedBudget, Recall,
-    Reach, Context, Reconstructions,
+    Reach, Context, Reconstructions, Audits, ShadowRequests,
 )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from ...core.mechanisms.pressure import SCORES_STAY_FRESH
 from ...core.plan import EvictionPlan, Reports
 from ..start.versions import waiting_with_blocks
 from .allocation import before_giving_up
+from .shadows import ShadowRequests
 
 logger = init_logger("vllm.evict")
 
@@ -66,6 +67,8 @@ class RoomMaker(Pressure):
             Whether the pool has room for the request now. If not, no block was freed.
         """
         scheduler, runs = self._scheduler, request.status == RequestStatus.RUNNING
+        if any(each.lent for each in scheduler.mechanisms.of(ShadowRequests)):
+            return False  # vLLM preempts the shadow first; a waiting request comes once it is withdrawn
         wanted = sum(manager.wanted for manager in (*scheduler.kv_managers, *scheduler.other_managers))
         missing = max(wanted, chunk()) + reserved - self._cache.block_pool.get_num_free_blocks()
         if not runs and watermark:

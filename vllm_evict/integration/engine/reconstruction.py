@@ -2,9 +2,8 @@
 
 When a request is over its trigger and its prompt is computed, the scheduler adds a *shadow*: a request whose prompt is
 the same prompt, an instruction, and a part of the prompt again. The shadow hits the blocks that the request has
-published, so the prompt is not computed again. Workers measure the queries of the repeated part. One shadow runs at a
-time; shadows of several parts run one after the other. No client sees a shadow: its outputs are removed from the
-scheduler's.
+published, so the prompt is not computed again. Workers measure the queries of the repeated part. Shadows of several
+parts run one after the other (see `shadows`).
 
 Workers report scores of blocks, and `Scores` keeps them. Scores of tokens and heads stay with the workers: the
 scheduler numbers the prompts, and says which requests take which prompt's scores, and when to forget them.
@@ -12,17 +11,14 @@ scheduler numbers the prompts, and says which requests take which prompt's score
 
 import itertools
 import math
-import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from vllm.logger import init_logger
-from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
 from ...config import NEVER, KVPolicyConfig
@@ -32,6 +28,7 @@ from ...core.mechanisms import Mechanism, Step
 from ...core.mechanisms.base import settled
 from ...core.plan import EvictionPlan, GroupPlan, Repetition, Report, Reports, Scoring
 from ...core.reports import flaw
+from .shadows import Shadow, ShadowRequests
 
 logger = init_logger("vllm.evict")
 
@@ -131,19 +128,6 @@ def parts(prompt: int, chunk: int, instruction: int, max_model_len: int) -> list
     return [(start, min(start + size, prompt)) for start in range(0, prompt, size)]
 
 
-def for_one_token(params: SamplingParams) -> SamplingParams:
-    """Return the parameters of a shadow: those of its original, for one token.
-
-    The front end has checked these, so logits processors can rely on them (`extra_args` above all). Left out is what
-    asks for more: tokens, log-probabilities, a prompt that is computed anew, a grammar to wait for.
-    """
-    params = params.clone()
-    params.max_tokens, params.min_tokens, params.skip_reading_prefix_cache = 1, 0, False
-    params.logprobs = params.prompt_logprobs = params.structured_outputs = None
-    params.prompt_logprob_token_ids = params.prompt_logprob_start = None  # since vLLM 0.31
-    return params
-
-
 class Scored:
     """State of a request: scores of its prompt's leading blocks; an empty report if there are none."""
 
@@ -186,23 +170,13 @@ class Job:
         return self.request.num_prompt_tokens // self.blocks.block_size
 
 
-@dataclass(slots=True)
-class Shadow:
+@dataclass(slots=True, kw_only=True, eq=False)
+class Repeated(Shadow):
     """The request that repeats one part; `scoring` or `repetition` says how workers measure its blocks or tokens."""
 
-    request: Request
     job: Job
     scoring: Scoring
     repetition: Repetition | None
-    #: Blocks that the shadow needs beside those of the prompt.
-    needed: int
-    #: Tokens that it had computed at the last call of `advances`.
-    computed: int = 0
-
-    def advances(self) -> bool:
-        """Return whether the last step computed tokens of the shadow, or all are computed. Called once a step."""
-        before, self.computed = self.computed, self.request.num_computed_tokens
-        return self.computed > before or self.computed >= self.request.num_prompt_tokens
 
 
 class Reconstructions(Mechanism):
@@ -217,9 +191,8 @@ class Reconstructions(Mechanism):
         self._scheduler, self._manager = scheduler, scheduler.kv_managers[0]
         self.scores = Scores(scheduler.kv_cache_manager.block_pool.num_gpu_blocks, self._forget)
         self._jobs: dict[str, Job] = {}
-        self._shadow: Shadow | None = None
-        self._hidden: set[str] = set()
-        self._ids, self._numbers = itertools.count(), itertools.count()
+        self._shadow: Repeated | None = None
+        self._numbers = itertools.count()
         #: Keys of `WITHOUT` that were logged.
         self._said: set[str] = set()
 
@@ -272,19 +245,16 @@ class Reconstructions(Mechanism):
             yield action
 
     def before_schedule(self) -> None:
-        """Withdraw a shadow that does not run, begin the next one, and move it behind all running requests."""
+        """Withdraw a shadow that does not run, and begin the next one."""
         self.tidy()
         if self._shadow is not None:
             self._shadow.job.crowded += not self._shadow.advances()
-            if not self._gets_on(self._shadow):
+            if self._shadow.job.crowded > LONGEST_WAIT or not self._shadows.gets_on(self._shadow):
                 self._withdraw()
-        if self._shadow is None and self._scheduler.pause_state == PauseState.UNPAUSED:
+        if self._shadows.current is None and self._scheduler.pause_state == PauseState.UNPAUSED:
             for job in list(self._jobs.values()):
                 if self._begin(job):
                     break
-        if self._shadow is not None:
-            # vLLM serves the last running request last and preempts it first.
-            self._scheduler.running.sort(key=lambda request: request is self._shadow.request)
 
     def tidy(self) -> None:
         """Forget jobs of requests that ended or were preempted, and their shadow."""
@@ -306,7 +276,7 @@ class Reconstructions(Mechanism):
     def _take(self, reports: Reports) -> Iterator[Action]:
         """Take the shadow's scores, and evict by them when they are complete."""
         self.tidy()
-        if (shadow := self._shadow) is not None and shadow.request.is_finished():
+        if (shadow := self._shadow) is not None and self._shadows.ended(shadow):
             self._shadow = None
             self._add_up(shadow.job, reports.get(shadow.request.request_id))
         for req_id, job in list(self._jobs.items()):
@@ -330,20 +300,9 @@ class Reconstructions(Mechanism):
             for other in self._jobs.values():
                 self._look_up(other.request, other.blocks)
 
-    def after_output(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
-        """Remove shadows from the outputs that clients get."""
-        if not self._hidden:
-            return
-        for client in outputs.values():
-            client.outputs = [output for output in client.outputs if output.request_id not in self._hidden]
-            if client.finished_requests:
-                client.finished_requests = client.finished_requests - self._hidden
-        # vLLM names a finished request once, so earlier shadows need no hiding any more.
-        self._hidden &= {self._shadow.request.request_id} if self._shadow else set()
-
     def on_finish(self, finished: list[Request]) -> list[Request]:
         self.tidy()
-        return [request for request in finished if request.request_id not in self._hidden]
+        return finished
 
     def _look_up(self, request: Request, blocks: RequestBlocks) -> None:
         """Give a request the scores of the same prompt, or of one that differs in recent tokens only, if known."""
@@ -356,14 +315,6 @@ class Reconstructions(Mechanism):
         if by_token:
             self._plan.scored[request.request_id] = (scores, known * blocks.block_size)
         blocks.of(Scored).scores = Report(np.arange(known), {} if by_token else {"mass": scores[:known]})
-
-    def _gets_on(self, shadow: Shadow) -> bool:
-        """Return whether a shadow runs or still fits. Requests would wait behind a preempted shadow."""
-        if shadow.job.crowded > LONGEST_WAIT:
-            return False
-        if shadow.request.status == RequestStatus.WAITING:
-            return self._fits(shadow.needed)
-        return shadow.request.status == RequestStatus.RUNNING
 
     def _do_without(self, job: Job, why: str | None = None, **numbers: int) -> None:
         """Give a request no scores: all its blocks have importance 0, so the oldest are evicted first.
@@ -392,6 +343,10 @@ class Reconstructions(Mechanism):
     def _forget(self, scores: np.ndarray | int) -> None:
         if isinstance(scores, int):
             self._plan.forgotten.append(scores)
+
+    @property
+    def _shadows(self) -> ShadowRequests:
+        return self.view.part(ShadowRequests)
 
     @property
     def _plan(self) -> GroupPlan:
@@ -427,11 +382,11 @@ class Reconstructions(Mechanism):
         if held + needed >= pool:  # it would not fit in an otherwise empty pool
             self._do_without(job, "pool", pool=pool, least=held + needed)
             return False
-        fits = self._fits(needed)
+        fits = self._shadows.fits(needed)
         job.crowded += not fits
         if job.crowded > LONGEST_WAIT:
             numbers = {"steps": LONGEST_WAIT, "seats": scheduler.max_num_running_reqs}
-            self._do_without(job, "room", least=needed + self._spare(), **numbers)
+            self._do_without(job, "room", least=needed + self._shadows.spare, **numbers)
             return False
         if not fits or (scheduler.waiting and scheduler.current_step - job.since < PATIENCE):
             return False
@@ -452,31 +407,9 @@ class Reconstructions(Mechanism):
         before = [*context, *config.instruction, *context[max(start - OVERLAP, 0) : start]]
         return [*before, *context[start:end]], len(before)
 
-    def _spare(self) -> int:
-        """Free blocks that a shadow leaves: each running request may need one more before long."""
-        return self._scheduler.kv_cache_manager.watermark_blocks + len(self._scheduler.running)
-
-    def _fits(self, needed: int) -> bool:
-        scheduler = self._scheduler
-        free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        return free >= needed + self._spare() and len(scheduler.running) < scheduler.max_num_running_reqs
-
     def _add(self, job: Job, prompt: list[int], start: int, needed: int) -> None:
-        scheduler, original = self._scheduler, job.request
-        shadow = Request(
-            f"reconstruct-{next(self._ids)}-{original.request_id}",
-            prompt,
-            for_one_token(original.sampling_params),
-            None,
-            client_index=original.client_index,
-            lora_request=original.lora_request,
-            cache_salt=original.cache_salt,
-            priority=sys.maxsize,
-            block_hasher=original._block_hasher,
-        )
-        # Arguments for connectors, and for events of the prefix cache, are about what the client sent.
-        shadow.kv_transfer_params = shadow.ec_transfer_params = None
-        shadow.kv_cache_report_mode = "incremental"
+        original = job.request
+        request = self._shadows.request("reconstruct", original, prompt)
         config, repetition = job.blocks.config, None
         if job.per_token:
             limits = job.blocks.limits
@@ -486,14 +419,11 @@ class Reconstructions(Mechanism):
         blocks = RequestBlocks(config, None, job.blocks.block_size, config.name)
         # It hits and publishes blocks of the prompt only: no request can hit the others.
         blocks.pure_tokens = job.count * blocks.block_size
-        self._hidden.add(shadow.request_id)
-        self._shadow = Shadow(shadow, job, Scoring("sum", 0.0, 1, 1, NEVER, start=start), repetition, needed)
-        self._manager.residents[shadow.request_id] = blocks
-        scheduler.add_request(shadow)
-        scheduler.waiting.remove_request(shadow)
-        scheduler.waiting.prepend_request(shadow)
+        scoring = Scoring("sum", 0.0, 1, 1, NEVER, start=start)
+        self._shadow = Repeated(request=request, needed=needed, job=job, scoring=scoring, repetition=repetition)
+        self._shadows.add(self._shadow, [blocks])
 
     def _withdraw(self) -> None:
         shadow, self._shadow = self._shadow, None
         if shadow is not None:
-            self._scheduler.finish_requests(shadow.request.request_id, RequestStatus.FINISHED_ABORTED)
+            self._shadows.withdraw(shadow)

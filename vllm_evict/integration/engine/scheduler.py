@@ -8,6 +8,7 @@ import numpy as np
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
@@ -30,6 +31,7 @@ from .hits import Hit, Hits
 from .managers import BESIDE, EvictableManager, SlidingManager, StateManager, put_beside
 from .mechanisms import Mechanisms
 from .outputs import Usages
+from .shadows import ShadowRequests
 from .spec import policy_config
 from .start_up import start_up_line
 from .step_reports import StepReports
@@ -177,7 +179,8 @@ class EvictionMixin(Base):
     def _is_short(self) -> bool:
         """Return whether the pool may run out before long: a quarter of it is left, or a request waits."""
         enough = max(self.kv_cache_manager.block_pool.num_gpu_blocks // 4, 2 * len(self.running))
-        return bool(self.waiting) or self.free_blocks < enough
+        lent = sum(each.lent for each in self.mechanisms.of(ShadowRequests))
+        return bool(self.waiting) or self.free_blocks + lent < enough
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -400,8 +403,18 @@ class EvictionMixin(Base):
         self.mechanisms.call("on_end", req_id)
         return params
 
-    def finish_requests(self, *args: Any, **kwargs: Any) -> list[Request]:
-        return self.mechanisms.passed("on_finish", super().finish_requests(*args, **kwargs))
+    def has_requests(self) -> bool:
+        return super().has_requests() or any(each.has_work() for each in self.mechanisms.having("has_work"))
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        if pause_state != PauseState.UNPAUSED:
+            self.mechanisms.call("on_pause")
+        super().set_pause_state(pause_state)
+
+    def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> list[Request]:
+        if request_ids is None:
+            self.mechanisms.call("on_pause")
+        return self.mechanisms.passed("on_finish", super().finish_requests(request_ids, *args, **kwargs))
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         self.mechanisms.call("on_reset")

@@ -363,10 +363,9 @@ def hook_loggers(module: ModuleType) -> None:
             self.kv_evict_metrics = PrometheusMetrics(
                 name,
                 self.engine_indexes,
-                sorted(policy.allowed),
+                policy,
                 beside._counter_cls,
                 beside._gauge_cls,
-                policy.evict,
             )
 
     @functools.wraps(record)

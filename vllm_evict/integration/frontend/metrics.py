@@ -4,7 +4,9 @@ from collections.abc import Iterable
 from itertools import product
 from typing import Any
 
-from ..engine.tally import COUNTERS, PLACES, RESIDENT
+from ...config import KVPolicyConfig
+from ...core.audit import CONTROL, KEPT
+from ..engine.tally import AUDIT_COUNTERS, AUDIT_SKIPPED, AUDIT_TARGET, COUNTERS, PLACES, RESIDENT
 
 
 class PrometheusMetrics:
@@ -13,40 +15,49 @@ class PrometheusMetrics:
     Args:
         model_name: as served.
         engines: indices of the engines.
-        policies: that requests may run under.
+        policy: the server's.
         counter, gauge: classes that vLLM's own metrics have: prometheus_client's, or wrappers of Ray's.
-        place: where evicted blocks go (`KVPolicyConfig.evict`).
     """
 
     def __init__(
-        self,
-        model_name: str,
-        engines: Iterable[int],
-        policies: Iterable[str],
-        counter: Any,
-        gauge: Any,
-        place: str,
+        self, model_name: str, engines: Iterable[int], policy: KVPolicyConfig, counter: Any, gauge: Any
     ) -> None:
         labels, self._model_name = ["model_name", "engine", "policy"], model_name
         counters, self._gauges = dict(COUNTERS), {"resident": RESIDENT}
-        if place in PLACES:
-            counters |= PLACES[place].counters
-            self._gauges |= PLACES[place].gauges
+        if policy.evict in PLACES:
+            counters |= PLACES[policy.evict].counters
+            self._gauges |= PLACES[policy.evict].gauges
         self._metrics: dict[str, Any] = {key: counter(*named, labels) for key, named in counters.items()}
         for key, named in self._gauges.items():
             self._metrics[key] = gauge(*named, labels, multiprocess_mode="mostrecent")
         self._series: dict[tuple[int, str], dict[str, Any]] = {}
-        for engine, policy in product(engines, policies):
-            self._of(engine, policy)
+        self._audits: dict[str, Any] = {}
+        if policy.audit:
+            by_share = [*labels, "kept"]
+            self._audits = {key: counter(*named, by_share) for key, named in AUDIT_COUNTERS.items()}
+            self._skipped = counter(*AUDIT_SKIPPED, [*labels, "reason"])
+        targets = None
+        if policy.target is not None:
+            targets = gauge(*AUDIT_TARGET, labels, multiprocess_mode="mostrecent")
+        for engine, name in product(engines, sorted(policy.allowed)):
+            self._of(engine, name)
+            for metric, kept in product(self._audits.values(), (CONTROL, *KEPT)):
+                metric.labels(model_name, str(engine), name, kept)
+            if targets is not None:
+                targets.labels(model_name, str(engine), name).set(policy.target)
 
-    def record(self, counts: dict[str, dict[str, int]], engine: int) -> None:
+    def record(self, counts: dict[str, dict[str, Any]], engine: int) -> None:
+        """Add what an engine counted (`Tally.take`)."""
         for policy, values in counts.items():
-            series = self._of(engine, policy)
-            for key, value in values.items():
-                if key in self._gauges:
-                    series[key].set(value)
-                elif value:
-                    series[key].inc(value)
+            for key, metric in self._of(engine, policy).items():
+                if key in values:
+                    metric.set(values[key]) if key in self._gauges else metric.inc(values[key])
+            labels = self._model_name, str(engine), policy
+            for kept, audited in values.get("audits", {}).items():
+                for key, value in audited.items():
+                    self._audits[key].labels(*labels, kept).inc(value)
+            for reason, value in values.get("skipped", {}).items():
+                self._skipped.labels(*labels, reason).inc(value)
 
     def _of(self, engine: int, policy: str) -> dict[str, Any]:
         """Return its series, by key of the counts."""

@@ -21,12 +21,13 @@ from pydantic import ValidationError
 
 from ...config import REGISTRY, KVPolicyConfig, KVPolicyError, presets
 from ...config.errors import shown
+from ...config.fields import SERVER
 from ...config.sources import read
 
 #: vLLM takes a `max_model_len` above the model's own only if this is true.
 ALLOW_LONG = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 #: Fields that users may give.
-FIELDS = ("name", *REGISTRY.fields(), "allow")
+FIELDS = ("name", *REGISTRY.fields(), *(option.name for option in SERVER))
 #: Columns of argparse's help that its text leaves free at the left.
 INDENT = 26
 #: Columns of a field's name.

@@ -1,5 +1,6 @@
 """vLLM's workers with eviction."""
 
+from collections.abc import Mapping
 from copy import copy
 from time import perf_counter
 from typing import Any
@@ -13,13 +14,14 @@ from ...compute.memory import described, needs, put_aside
 from ...compute.needs import Needs
 from ...compute.parts import Room
 from ...compute.runtime import EvictionRuntime
-from ...core.plan import REPORTS, TROUBLE, Reports, Trouble
+from ...core.plan import REPORTS, SCORED, TROUBLE, Reports, Trouble
 from ..engine.spec import host_blocks, policy_config
 from ..start import attending, windows
 from ..start.describe import ignored_settings, kernels_line
 from . import layers, runners, staging
 from .ranks import Ranks
 from .reorder import guard_reload, reordering
+from .scored import Scorer, scratch
 
 logger = init_logger("vllm.evict")
 
@@ -37,6 +39,7 @@ class EvictionWorkerMixin(Base):
     _trouble: Trouble | None = None
     _copied: Any = None
     _ranks: Ranks
+    _scorer: Scorer | None = None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         placed = attending.layout(self.vllm_config, policy_config(self.vllm_config))
@@ -58,6 +61,8 @@ class EvictionWorkerMixin(Base):
             if (pages := max(group.source.staging for group in self.kv_evict.groups)) > 0:
                 staging.reserve(self.model_runner, pages)
             self._ranks = Ranks()
+            if policy_config(self.vllm_config).audit:
+                self._scorer = Scorer(self.model_runner, self.use_v2_model_runner)
         return super().get_kv_cache_spec()
 
     def determine_available_memory(self) -> int:
@@ -65,6 +70,9 @@ class EvictionWorkerMixin(Base):
             return super().determine_available_memory()
         self.kv_evict.reserve()
         self._needs = needs(self.kv_evict.groups, *layers.sizes(self.vllm_config))
+        if self._scorer is not None:
+            between = max(self._needs.between, scratch(self.vllm_config.model_config.get_vocab_size()))
+            self._needs = self._needs._replace(between=between)
         with runners.profiling(self.model_runner, self._needs.step, self._needs.between, self.device):
             available = super().determine_available_memory()
         block = layers.block_bytes(self.kv_evict, self.get_kv_cache_spec())
@@ -137,6 +145,8 @@ class EvictionWorkerMixin(Base):
         if plan.clean:
             runners.fill_blocks(self.model_runner, plan.clean, 0.0)
         self._ranks.begin()
+        if self._scorer is not None:
+            self._scorer.begin(plan.rows)
         try:
             output = super().execute_model(scheduler_output)
             self.kv_evict.check_attended()
@@ -152,32 +162,38 @@ class EvictionWorkerMixin(Base):
         output = super().sample_tokens(grammar_output)
         reports, self._reports = self._reports, []
         trouble, self._trouble = self._trouble, None
-        return with_reports(output, reports, self._copied, trouble) if any(reports) or trouble else output
+        scored, after = self._scorer.take() if self._scorer is not None else ({}, None)
+        told = {REPORTS: reports if any(reports) else None, SCORED: scored or None, TROUBLE: trouble}
+        told = {name: value for name, value in told.items() if value is not None}
+        return with_reports(output, told, after or self._copied) if told else output
 
 
-def with_reports(output: Any, reports: list[Reports], copied: Any = None, trouble: Trouble | None = None) -> Any:
-    """Return the output with the reports, at once or when it is awaited; `copied`: event after which they are on the
-    host.
+def with_reports(output: Any, told: Mapping[str, Any], copied: Any = None) -> Any:
+    """Return the output with what a worker tells, at once or when it is awaited.
+
+    Args:
+        output: vLLM's output of the step.
+        told: attribute of the output -> value.
+        copied: event after which the values are on the host; None if they are.
     """
     if isinstance(output, AsyncModelRunnerOutput):
-        return _Reporting(output, reports, copied, trouble)
+        return _Reporting(output, told, copied)
     if isinstance(output, ModelRunnerOutput):
         if copied is not None:
             copied.synchronize()
         if output is EMPTY_MODEL_RUNNER_OUTPUT:  # one object for all steps
             output = copy(output)
-        setattr(output, REPORTS, reports)
-        if trouble is not None:
-            setattr(output, TROUBLE, trouble)
+        for name, value in told.items():
+            setattr(output, name, value)
     return output
 
 
 class _Reporting(AsyncModelRunnerOutput):
-    def __init__(self, output: AsyncModelRunnerOutput, *reports: Any) -> None:
-        self._output, self._reports = output, reports
+    def __init__(self, output: AsyncModelRunnerOutput, *told: Any) -> None:
+        self._output, self._told = output, told
 
     def get_output(self) -> ModelRunnerOutput:
-        return with_reports(self._output.get_output(), *self._reports)
+        return with_reports(self._output.get_output(), *self._told)
 
     def get_kv_connector_output(self) -> Any:
         """Abstract since vLLM 0.33."""

@@ -486,6 +486,36 @@ LAUNCHED_RANKS = Environment(
     "leave data_parallel_size out, or serve with --data-parallel-size",
 )
 
+# --- audits ----------------------------------------------------------------------------------------------------------
+
+ADAPTERS = Environment(
+    "LoRA adapters", lambda server: server.vllm_config.lora_config is not None, {}, "leave --enable-lora out"
+)
+EXPERT_RANKS = Environment(
+    "data parallelism of experts",
+    lambda server: server.parallel.data_parallel_size > 1 and server.model.is_moe,
+    {},
+    "leave --data-parallel-size out",
+)
+AUDIT = Environment(
+    "audit",
+    lambda server: server.config.audit,
+    {
+        SPLIT: "",
+        CONTEXT: "whose requests outgrow what full attention could read",
+        HOST: "where what comes back depends on free blocks, which audits take",
+        SELECT: "",
+        SPECULATION: "",
+        CONNECTOR: "",
+        PIPELINE: UNTRIED,
+        STATES: UNTRIED,
+        WINDOWS: UNTRIED,
+        ADAPTERS: "whose logits vLLM computes for sampled rows alone",
+        EXPERT_RANKS: "whose ranks step together",
+    },
+    "leave audit out",
+)
+
 #: All of them, in the order of this file, which is that of messages.
 ENVIRONMENTS = tuple(each for each in tuple(globals().values()) if isinstance(each, Environment))
 #: Those of them that loaded layers may tell of, where a configuration did not.

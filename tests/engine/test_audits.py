@@ -1,0 +1,395 @@
+"""Audits: what full attention says of answers is what stock vLLM says, and nobody else notices."""
+
+import itertools
+import logging
+
+import numpy as np
+import pytest
+from engine import logprobs_of, random_prompt
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.core.sched.interface import PauseState
+
+from vllm_evict.core.audit import CLEARLY
+from vllm_evict.integration.engine import audits
+from vllm_evict.integration.engine.audits import Audits
+from vllm_evict.integration.engine.shadows import ShadowRequests
+from vllm_evict.integration.worker.scored import Scorer
+
+#: A tenth of the longest prompts.
+H2O = {"name": "h2o", "budget": 96, "buffer": 32, "sink": 32, "recent": 32, "audit": 1.0}
+FULL = {"name": "full", "audit": 1.0, "allow": []}
+TOKENS = 12
+
+
+def prompts(count, longest=500):
+    return [random_prompt(200 + 37 * seed % (longest - 200), seed) for seed in range(count)]
+
+
+@pytest.fixture
+def audited(monkeypatch):
+    """List of (answer, verdict, tokens that its shadow computed) of all audits."""
+    found, judge = [], Audits.judge
+
+    def judged(self, answer, verdict, computed):
+        found.append((answer, verdict, computed))
+        judge(self, answer, verdict, computed)
+
+    monkeypatch.setattr(Audits, "judge", judged)
+    return found
+
+
+@pytest.fixture
+def scored(monkeypatch):
+    """List of the numbers of rows that workers scored."""
+    found, score = [], Scorer._score
+
+    def counted(self, compute_logits, *args):
+        def rows(hidden):
+            found.append(len(hidden))
+            return compute_logits(hidden)
+
+        score(self, rows, *args)
+
+    monkeypatch.setattr(Scorer, "_score", counted)
+    return found
+
+
+def settle(server):
+    """Step until no audit is left."""
+    for _ in range(4000):
+        if not server.scheduler.has_requests():
+            return
+        server.llm.llm_engine.step()
+    raise AssertionError("audits do not end")
+
+
+def verdicts(audited):
+    """Verdict of each answer by its tokens."""
+    return {tuple(answer.request.all_token_ids): verdict for answer, verdict, _ in audited}
+
+
+def skipped(server):
+    return dict(server.scheduler.part(Audits)._skips)
+
+
+@pytest.mark.both_runners
+@pytest.mark.parametrize("make", ["engine", "async_engine"])
+def test_full_attention_gives_what_full_gave(request, audited, make):
+    """Bar 1; requests that lost nothing under a policy that evicts are the control, by the same code."""
+    server = request.getfixturevalue(make)(FULL, max_num_batched_tokens=128)
+    server.generate(prompts(6), max_tokens=TOKENS)
+    settle(server)
+    own = len(audited)
+    assert own == 6
+    for answer, verdict, _ in audited:
+        assert answer.kept == "all" and verdict.identical and not verdict.changed
+        assert verdict.tokens == verdict.agreed == TOKENS and 0 <= verdict.gap <= 1e-3 * TOKENS
+    server.assert_nothing_left()
+
+
+@pytest.mark.both_runners
+def test_a_tenth_of_the_cache_is_judged_as_stock_vllm_judges_it(engine, audited, scored):
+    """Bar 2: ranks and log-probabilities are those of stock `prompt_logprobs` on the same ids, and the first other token
+    is where a free run of stock vLLM leaves the answer. Bar 6: what audits compute is what they have to."""
+    asked = prompts(100)
+    server = engine(H2O, max_num_batched_tokens=256)
+    answers = server.generate(asked, max_tokens=TOKENS)
+    settle(server)
+    server.assert_nothing_left()
+    assert len(audited) == 100 and not skipped(server)
+    assert sum(scored) == 100 * TOKENS
+    hits = [(len(answer.request.all_token_ids) - 1 - computed) for answer, _, computed in audited]
+    assert all(0 <= hit <= answer.first and hit % 32 == 0 for hit, (answer, *_) in zip(hits, audited)) and sum(hits) > 0
+    assert {answer.kept for answer, *_ in audited} <= {"all", "50-100", "25-50", "10-25"}
+    stock = engine(None, max_num_batched_tokens=256)
+    free = stock.generate(asked, max_tokens=TOKENS)
+    again = stock.generate(
+        [[*prompt, *answer.outputs[0].token_ids] for prompt, answer in zip(asked, answers)],
+        max_tokens=1,
+        prompt_logprobs=1,
+    )
+    known, differ = verdicts(audited), 0
+    for prompt, answer, alone, judged in zip(asked, answers, free, again):
+        tokens = answer.outputs[0].token_ids
+        verdict = known[(*prompt, *tokens)]
+        steps = judged.prompt_logprobs[len(prompt) :]
+        ranks = [step[token].rank for step, token in zip(steps, tokens)]
+        likely = [max(each.logprob for each in step.values()) for step in steps]
+        own = [step[token].logprob for step, token in zip(steps, tokens)]
+        gaps = np.subtract(likely, own)
+        assert verdict.agreed == sum(rank == 1 for rank in ranks)
+        np.testing.assert_allclose(verdict.gap, gaps.sum(), atol=2e-3)
+        np.testing.assert_allclose(verdict.surprise, -np.sum(own), atol=2e-3)
+        assert verdict.changed == any(gap > CLEARLY for gap in gaps)
+        first = next((at for at, pair in enumerate(zip(tokens, alone.outputs[0].token_ids)) if len({*pair}) > 1), None)
+        assert verdict.first == first
+        differ += first is not None
+    assert differ > 50
+
+
+@pytest.mark.both_runners
+def test_verdicts_do_not_depend_on_how_the_engine_runs(request, engine, audited):
+    """Bar 3: async scheduling, sizes of chunks, prefix caching: the same answers get the same verdicts."""
+    for make, options in (
+        ("engine", {}),
+        ("async_engine", {}),
+        ("engine", {"max_num_batched_tokens": 48, "max_num_seqs": 4}),
+        ("engine", {"enable_prefix_caching": False}),
+    ):
+        server = request.getfixturevalue(make)(FULL, **{"max_num_batched_tokens": 1024, **options})
+        same_verdicts(server, audited)
+
+
+#: Answer -> its verdict, of the first server that judged it.
+KNOWN = {}
+
+
+def same_verdicts(server, audited):
+    """Judge answers that are put in place of a server's own, half of their tokens random; all servers agree on them."""
+    on_free = Audits.on_free
+    forced = {tuple(prompt): random_prompt(TOKENS, seed) for seed, prompt in enumerate(prompts(8))}
+
+    def replaced(self, request):
+        if request.is_finished() and (answer := forced.get(tuple(request.prompt_token_ids))):
+            place = slice(request.num_prompt_tokens, None, 2)
+            request._all_token_ids[place] = answer[::2]
+        on_free(self, request)
+
+    audited.clear()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Audits, "on_free", replaced)
+        server.generate(forced, max_tokens=TOKENS)
+        settle(server)
+    found = verdicts(audited)
+    KNOWN.update(KNOWN or found)
+    assert found.keys() == KNOWN.keys() and len(found) == 8
+    for answer, verdict in found.items():
+        assert verdict[:3] == KNOWN[answer][:3] and verdict.changed == KNOWN[answer].changed
+        np.testing.assert_allclose(np.array(verdict, float), np.array(KNOWN[answer], float), atol=2e-3)
+    server.assert_nothing_left()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_two_ranks_come_to_the_same_verdicts(ranked_engine, audited, ranks):
+    same_verdicts(ranked_engine(FULL, ranks, max_num_batched_tokens=128), audited)
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Answers wait for no idle engine."""
+    monkeypatch.setattr(audits, "IDLE_ONLY", 0.0)  # of engines that are made later
+
+
+LOADS = {
+    "budget": ({}, {}),
+    "pressure": ({"when": "pressure", "budget": 160}, {"blocks": 60}),
+    "full pool": ({}, {"blocks": 40}),
+    "kvzip": ({"allow": ["full", "kvzip"]}, {}),
+    "by token": ({"granularity": "token"}, {}),
+}
+
+
+@pytest.mark.both_runners("budget")
+@pytest.mark.parametrize("load", LOADS)
+def test_nobody_else_notices(request, monkeypatch, engine, audited, at_once, load):
+    """Bars 4 and 5: tokens, log-probabilities, preemptions and published blocks are those without audits."""
+    fields, options = LOADS[load]
+    known = []
+    for audit in (0.0, 1.0):
+        server = engine({**H2O, **fields, "audit": audit}, **{"max_num_batched_tokens": 96, **options})
+        preempted, preempt = [], server.scheduler._preempt_request
+
+        def counted(request, *args, preempt=preempt, preempted=preempted):
+            preempted.append(request.request_id)
+            preempt(request, *args)
+
+        server.scheduler._preempt_request = counted
+        turns, mixed = itertools.count(), []
+
+        def more(server, turns=turns, mixed=mixed):
+            turn = next(turns)
+            if turn % 9 == 0 and turn < 90:
+                asks = {"extra_args": {"kv_policy": "kvzip"}} if load == "kvzip" and turn % 2 else {}
+                server.add(random_prompt(150 + 3 * turn, turn), f"x{turn}", max_tokens=40, logprobs=1, **asks)
+            for each in server.scheduler.mechanisms.of(ShadowRequests):
+                mixed.append(each.current is not None and len(server.scheduler.running) > 1)
+
+        server.add(random_prompt(400, 77), "first", max_tokens=150, logprobs=1)
+        done = server.run(more)
+        settle(server)
+        hashes = set(server.pool.cached_block_hash_to_block._cache)
+        preempted = [req_id for req_id in preempted if not req_id.startswith("audit")]
+        known.append((done, len(preempted), hashes))
+        if audit:
+            assert any(mixed) and len(audited) + sum(skipped(server).values()) == 11
+            assert len(audited) >= (1 if load in ("pressure", "full pool") else 11)
+        server.assert_nothing_left()
+    (without, preemptions, hashes), (done, preemptions_then, hashes_then) = known
+    assert without.keys() == done.keys()
+    for req_id, output in done.items():
+        assert output.outputs[0].token_ids == without[req_id].outputs[0].token_ids
+        np.testing.assert_allclose(logprobs_of(output), logprobs_of(without[req_id]), atol=1e-4)
+    assert preemptions_then <= preemptions
+    if load in ("budget", "kvzip", "by token"):
+        assert hashes_then == hashes
+
+
+def test_sampled_answers_surprise_as_much_as_they_should(engine, audited):
+    """Under full attention the mean surprise is the entropy; with fewer blocks it is more."""
+    more = []
+    for policy in (FULL, H2O):
+        audited.clear()
+        server = engine(policy)
+        server.generate(prompts(40), SamplingParams(temperature=0.7, max_tokens=40, ignore_eos=True, seed=3))
+        settle(server)
+        assert len(audited) == 40
+        tokens = sum(verdict.tokens for _, verdict, _ in audited)
+        more.append(sum(verdict.surprise - verdict.expected for _, verdict, _ in audited) / tokens)
+        assert server.scheduler.part(Audits)._totals[policy is H2O]["sampled_requests"] > 30
+    assert abs(more[0]) < 0.15 < more[1]
+
+
+SKIPPED = {
+    "penalties": {"repetition_penalty": 1.2},
+    "bias": {"min_tokens": 3},
+    "grammar": {"structured_outputs": StructuredOutputsParams(regex="(t1|t2|t3){60,500}")},
+    "truncated": {"temperature": 1.0, "top_k": 5},
+}
+
+
+def test_what_full_attention_cannot_judge_is_counted(engine, audited):
+    server = engine(H2O, structured_outputs_config={"backend": "xgrammar"})
+    for asked in SKIPPED.values():
+        server.generate([random_prompt(200)], max_tokens=8, **asked)
+    server.add(random_prompt(300), "gone", max_tokens=100)
+    for _ in range(10):
+        server.llm.llm_engine.step()
+    server.llm.llm_engine.abort_request(["gone"])
+    settle(server)
+    assert not audited and skipped(server) == dict.fromkeys([*SKIPPED, "aborted"], 1)
+    values = server.metrics()
+    assert values["vllm:num_preemptions"] == 0
+    server.assert_nothing_left()
+
+
+@pytest.mark.parametrize("make", ["engine", "async_engine"])
+def test_a_backlog_holds_nothing_up(request, audited, make):
+    """Pause, reset and the end of all requests drop what waits at once; a paused engine has no work."""
+    server = request.getfixturevalue(make)(H2O, max_num_batched_tokens=64)
+    for round_, (end, why) in enumerate((
+        (lambda: server.core.pause_scheduler("keep"), "paused"),
+        (lambda: server.core.pause_scheduler("abort"), "paused"),
+        (lambda: server.core.reset_prefix_cache(), "reset"),
+        (lambda: server.scheduler.finish_requests(None, audits.RequestStatus.FINISHED_ABORTED), "paused"),
+    )):  # fmt: skip
+        before = skipped(server).get(why, 0)
+        server.generate([random_prompt(400, seed) for seed in range(3)], max_tokens=8)
+        part, shadows = server.scheduler.part(Audits), server.scheduler.part(ShadowRequests)
+        assert len(part) == 3 and server.scheduler.has_requests()
+        if round_ % 2:
+            while shadows.current is None or not shadows.current.request.num_computed_tokens:
+                server.core.step_fn()
+        end()
+        assert len(part) == 0 and shadows.current is None and skipped(server)[why] == before + 3
+        for _ in range(4):
+            server.core.step_fn()
+        assert not server.scheduler.has_requests() and not server.scheduler.requests
+        server.scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert not audited
+    server.assert_nothing_left()
+
+
+def test_an_answer_waits_a_minute_at_most(engine, audited, monkeypatch):
+    """For an idle engine first, then for a step in which none waits."""
+    now = [0.0]
+    monkeypatch.setattr(audits, "monotonic", lambda: now[0])
+    server = engine(H2O, max_num_seqs=2)
+    server.add(random_prompt(100, 1), "long", max_tokens=900)
+    server.add(random_prompt(300, 2), "short", max_tokens=4)
+    part = server.scheduler.part(Audits)
+    while not len(part):
+        server.llm.llm_engine.step()
+    for now[0] in (1.0, audits.IDLE_ONLY - 1):
+        server.llm.llm_engine.step()
+        assert len(part) == 1 and not audited
+    now[0] = audits.IDLE_ONLY + 1
+    for _ in range(6):
+        server.llm.llm_engine.step()
+    assert len(audited) == 1 and len(part) == 0
+    server.add(random_prompt(300, 3), "next", max_tokens=4)
+    while not len(part):
+        server.llm.llm_engine.step()
+    server.add(random_prompt(100, 4), "other", max_tokens=900)
+    now[0] += audits.LONGEST + 1
+    server.llm.llm_engine.step()
+    assert len(part) == 0 and skipped(server) == {"late": 1}
+    server.run()
+    settle(server)
+    server.assert_nothing_left()
+
+
+def test_rows_that_do_not_come_make_no_verdict(engine, audited, monkeypatch):
+    server = engine(H2O)
+    for broken in (lambda *_: None, lambda self, *_: self._scored.update(dict.fromkeys(self._rows, np.zeros((1, 3))))):
+        monkeypatch.setattr(Scorer, "_score", broken)
+        server.generate([random_prompt(300)], max_tokens=8)
+        settle(server)
+    assert not audited and skipped(server) == {"failed": 2}
+    server.assert_nothing_left()
+
+
+def test_clients_see_no_audit(engine, audited):
+    server = engine(H2O)
+    told, update = set(), server.scheduler.update_from_output
+
+    def look(*args):
+        outputs = update(*args)
+        for client in outputs.values():
+            told.update(output.request_id for output in client.outputs)
+        return outputs
+
+    server.scheduler.update_from_output = look
+    server.generate(prompts(3), max_tokens=TOKENS)
+    settle(server)
+    assert len(audited) == 3 and not [req_id for req_id in told if req_id.startswith("audit")]
+    assert server.metrics()["vllm:generation_tokens"] == 3 * TOKENS
+
+
+def test_figures_are_shown_and_the_target_is_judged(engine, audited, monkeypatch, messages):
+    monkeypatch.setattr(audits, "SAID_EVERY", 20)
+    server = engine({**H2O, "target": 0.98, "allow": ["full"]})
+    server.generate(prompts(36), max_tokens=TOKENS)
+    server.generate(prompts(4), max_tokens=TOKENS, extra_args={"kv_policy": "full"})
+    settle(server)
+    server.generate([random_prompt(40)], max_tokens=2, extra_args={"kv_policy": "full"})
+    totals = server.scheduler.part(Audits)._totals
+    assert totals[False]["requests"] >= 4 and totals[False]["identical"] == totals[False]["requests"]
+    assert totals[True]["requests"] > 30 and totals[True]["identical"] < totals[True]["requests"]
+    said = [message for message in messages if "answers audited" in message]
+    warned = [message for message in messages if "expected the target" in message]
+    assert len(said) == 2 and "lost blocks, full attention gives" in said[0]
+    assert len(warned) == 1 and "0.980 or more: raise the budget" in warned[0]
+    found = {
+        (metric.name.removeprefix("vllm:kv_evict_audit_"), metric.labels["policy"], metric.labels.get("kept")): metric
+        for metric in server.llm.get_metrics()
+        if metric.name.startswith("vllm:kv_evict_audit_")
+    }
+    shares = [kept for name, policy, kept in found if name == "requests" and policy == "h2o"]
+    assert sorted(shares) == ["0-10", "10-25", "25-50", "50-100", "all"]
+    assert sum(found["requests", "h2o", kept].value for kept in shares) == 36
+    assert found["identical", "full", "all"].value == found["requests", "full", "all"].value == 4
+    assert found["target", "h2o", None].value == 0.98
+
+
+@pytest.fixture
+def messages():
+    records, logger = [], logging.getLogger("vllm.evict")
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    yield records
+    logger.setLevel(level)
+    logger.removeHandler(handler)

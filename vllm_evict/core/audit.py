@@ -1,0 +1,83 @@
+"""What an audit says: how full attention scores an answer that a request got under its policy."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+#: Nats by which full attention has to prefer a token of its own, so that an answer counts as changed: above what bf16
+#: and the make-up of batches change by themselves.
+CLEARLY = 0.5
+#: Shares of its blocks that a request kept, as metrics name them -> their lower bound.
+KEPT = {"50-100": 0.5, "25-50": 0.25, "10-25": 0.1, "0-10": 0.0}
+#: Label of requests that lost no block: the control.
+CONTROL = "all"
+
+
+def kept_label(evicted: int, held: int, blocks: int) -> str:
+    """Return the label of the share of its blocks that a request kept.
+
+    Args:
+        evicted: blocks that it lost, those before a restart included.
+        held: blocks that it holds at its end.
+        blocks: blocks that all its tokens fill.
+    """
+    if not evicted:
+        return CONTROL
+    return next(label for label, least in KEPT.items() if held >= least * blocks)
+
+
+class Verdict(NamedTuple):
+    """What full attention says of one answer.
+
+    Attributes:
+        tokens: tokens of the answer.
+        agreed: tokens that full attention prefers to all others, after the same tokens.
+        first: index of the first other token; None if there is none, and the answer is what full attention gives.
+        gap: nats by which full attention prefers its own tokens, summed over all tokens.
+        changed: whether it prefers one of them by more than `CLEARLY`.
+        surprise: nats, −log p(token) summed over tokens.
+        expected: nats, the entropy before each token, summed: the mean surprise of answers that full attention samples.
+    """
+
+    tokens: int
+    agreed: int
+    first: int | None
+    gap: float
+    changed: bool
+    surprise: float
+    expected: float
+
+    @property
+    def identical(self) -> bool:
+        """Whether full attention, decoding greedily, gives the same answer."""
+        return self.first is None
+
+    @classmethod
+    def of(cls, rows: np.ndarray) -> "Verdict":
+        """Make it from scored rows.
+
+        Args:
+            rows: float32 [tokens, 4]: log p(token), log p of the likeliest token, tokens that are likelier, entropy.
+        """
+        own, best, likelier, entropy = np.asarray(rows, np.float64).T
+        others = np.flatnonzero(likelier > 0)
+        gaps = best - own
+        return cls(
+            tokens=len(own),
+            agreed=len(own) - len(others),
+            first=int(others[0]) if len(others) else None,
+            gap=float(gaps.sum()),
+            changed=bool((gaps > CLEARLY).any()),
+            surprise=float(-own.sum()),
+            expected=float(entropy.sum()),
+        )
+
+
+def wilson(right: float, n: int) -> tuple[float, float]:
+    """Return the 95 % interval of the share `right` of `n` (Wilson, 1927, which holds at 0 and 1 and for small n)."""
+    z2 = 1.959964**2
+    share = right / n
+    middle = (share + z2 / (2 * n)) / (1 + z2 / n)
+    half = math.sqrt(z2) / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
+    return max(0.0, middle - half), min(1.0, middle + half)

@@ -1,0 +1,373 @@
+"""Audits: full attention scores the answers of some requests once they ended, to measure what eviction changed.
+
+The scheduler adds a shadow (see `shadows`) whose prompt is the prompt and the answer of such a request, and workers
+score the answer's rows. Answers wait for an idle engine first, then for a step in which nothing else waits; after
+`LONGEST` seconds an answer is dropped. `core.audit` says what scores mean.
+"""
+
+import math
+import random
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from time import monotonic
+from typing import Any
+
+import numpy as np
+from vllm.logger import init_logger
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import Request, RequestStatus
+
+from ...config import KVPolicyConfig
+from ...core.actions import Action
+from ...core.audit import CONTROL, Verdict, kept_label, wilson
+from ...core.blocks import RequestBlocks
+from ...core.mechanisms import Mechanism, Step
+from ...core.plan import SCORED, EvictionPlan, Reports, Rows
+from .hits import Hit
+from .reconstruction import Reconstructions
+from .shadows import Shadow, ShadowRequests
+
+logger = init_logger("vllm.evict")
+
+#: Seconds for which an answer waits for an idle engine; seconds after which it is dropped.
+IDLE_ONLY, LONGEST = 30.0, 60.0
+#: Most tokens of answers that wait, their prompts included.
+MOST_TOKENS = 1 << 20
+#: Most shadows of one answer: others withdraw it.
+MOST_TRIES = 8
+#: Answers from one line of the log to the next.
+SAID_EVERY = 100
+#: Fewest audited answers by which the target is judged.
+FEWEST = 30
+
+
+@dataclass(slots=True, eq=False)
+class Answer:
+    """An answer that waits for its audit.
+
+    Attributes:
+        request: vLLM's request, which has ended.
+        policy: name of the request's policy.
+        kept: label of the share of its blocks that it kept (`core.audit.kept_label`).
+        since: when it ended, of `monotonic`.
+        tries: shadows of it so far.
+    """
+
+    request: Request
+    policy: str
+    kept: str
+    since: float
+    tries: int = 0
+
+    @property
+    def greedy(self) -> bool:
+        return self.request.sampling_params.temperature == 0
+
+    @property
+    def first(self) -> int:
+        """Row after which the answer's first token comes."""
+        return int(self.request.num_prompt_tokens) - 1
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Check(Shadow):
+    """The shadow of an answer.
+
+    Attributes:
+        answer: the answer that it checks.
+        hit: tokens that it has from the prefix cache.
+        rows: what workers have scored, float32 [n, 4] for each chunk.
+    """
+
+    answer: Answer
+    hit: int = 0
+    rows: list[np.ndarray] = field(default_factory=list)
+
+
+def unfit(request: Request) -> str | None:
+    """Return why the answer of a request that ended is not audited; None if it is."""
+    params = request.sampling_params
+    sampled = params.temperature > 0
+    reasons = {
+        "aborted": request.status not in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED),
+        "empty": not request.num_output_tokens,
+        "session": request.resumable,
+        "media": request.prompt_token_ids is None or request.prompt_embeds is not None or request.mm_features,
+        "grammar": params.structured_outputs is not None,
+        "penalties": params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1,
+        "bias": params.logit_bias
+        or params.allowed_token_ids
+        or params.bad_words
+        or params.min_tokens
+        or getattr(params, "thinking_token_budget", None) is not None,
+        # Full attention may give a token no probability that the request could sample.
+        "truncated": sampled and (params.top_p < 1 or params.top_k > 0 or params.min_p > 0),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+class Audits(Mechanism):
+    """All audits of one scheduler.
+
+    Args:
+        scheduler: an `EvictionMixin`.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        super().__init__(scheduler)
+        self._scheduler = scheduler
+        self._drawn = random.Random(0)
+        self._backlog: deque[Answer] = deque()
+        self._tokens = 0
+        self._shadow: Check | None = None
+        #: Whether a request was left waiting by the last step.
+        self._waits = False
+        #: Answers drawn so far, and seconds for which each waits for an idle engine.
+        self.drawn, self.idle_only = 0, IDLE_ONLY
+        self._processed = bool(scheduler.vllm_config.model_config.logits_processors)
+        #: Whether a request lost blocks -> counts of verdicts; first differences since the last line of the log.
+        self._totals: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
+        self._firsts: list[int] = []
+        self._skips: Counter[str] = Counter()
+        self._warned = False
+
+    @classmethod
+    def serves(cls, config: KVPolicyConfig) -> bool:
+        return config.audit > 0
+
+    @property
+    def described(self) -> str:
+        return f"full attention scores {self.view.kv_policy.audit:.4g} of all answers again"
+
+    def __len__(self) -> int:
+        """Return the answers that wait."""
+        return len(self._backlog)
+
+    @property
+    def _shadows(self) -> ShadowRequests:
+        return self.view.part(ShadowRequests)
+
+    # --- answers -----------------------------------------------------------------------------------------------------
+
+    def on_free(self, request: Request) -> None:
+        """Take in the answer of a request that has ended, if it is drawn."""
+        manager = self._scheduler.kv_managers[0]
+        blocks = manager.residents.get(request.request_id)  # None if it never came in through `add_request`
+        if blocks is None or not request.is_finished() or self._shadows.owns(request.request_id):
+            return
+        if self._drawn.random() >= self.view.kv_policy.audit:
+            return
+        self.drawn += 1
+        table = manager.req_to_blocks.get(request.request_id, ())
+        kept = kept_label(blocks.evicted_blocks, blocks.held(len(table)), len(table))
+        answer = Answer(request, blocks.policy, kept, monotonic())
+        if (why := "processors" if self._processed else unfit(request)) is not None:
+            self._skip(answer, why)
+        elif self._tokens + request.num_tokens > MOST_TOKENS:
+            self._skip(answer, "backlog")
+        else:
+            self._backlog.append(answer)
+            self._tokens += request.num_tokens
+
+    def _drop(self, answer: Answer) -> None:
+        self._backlog.remove(answer)
+        self._tokens -= answer.request.num_tokens
+
+    def _skip(self, answer: Answer, why: str) -> None:
+        self._skips[why] += 1
+        self._scheduler.tally.skip(answer.policy, why)
+
+    def _stop(self, why: str) -> None:
+        """Drop all answers that wait, and the shadow."""
+        for answer in list(self._backlog):
+            self._drop(answer)
+            self._skip(answer, why)
+        self._withdraw()
+
+    def on_pause(self) -> None:
+        self._stop("paused")
+
+    def on_reset(self) -> None:
+        """Drop all answers: a prefix cache is reset where weights change, too."""
+        self._stop("reset")
+
+    def has_work(self) -> bool:
+        return bool(self._backlog) and self._scheduler.pause_state == PauseState.UNPAUSED
+
+    # --- shadows -----------------------------------------------------------------------------------------------------
+
+    def before_schedule(self) -> None:
+        """Withdraw a shadow for which requests wait, drop what waits too long, and begin the next shadow."""
+        now = monotonic()
+        shadow = self._shadow
+        crowded = self._waits or self._others_first()
+        if shadow and not shadow.request.is_finished() and (crowded or not self._shadows.gets_on(shadow)):
+            self._withdraw()
+        while self._backlog and now - self._backlog[0].since > LONGEST:
+            answer = self._backlog[0]
+            if self._shadow is not None and self._shadow.answer is answer:
+                self._withdraw()
+            self._drop(answer)
+            self._skip(answer, "late")
+        if self._shadows.current is None and self._scheduler.pause_state == PauseState.UNPAUSED:
+            self._begin(now)
+
+    def _begin(self, now: float) -> None:
+        """Begin the shadow of the first answer that has its turn and fits; drop those that never fit."""
+        scheduler = self._scheduler
+        unfinished = scheduler.get_num_unfinished_requests()
+        if unfinished > len(scheduler.running) or self._others_first():
+            return
+        pool = scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
+        for answer in list(self._backlog):
+            if unfinished and now - answer.since < self.idle_only:
+                return
+            needed = self._needed(answer)
+            if answer.tries < MOST_TRIES and self._shadows.fits(needed):
+                answer.tries += 1
+                self._add(answer, needed)
+                return
+            if answer.tries == MOST_TRIES or needed + self._shadows.spare > pool or not unfinished:
+                self._drop(answer)
+                self._skip(answer, "room")
+
+    def _others_first(self) -> bool:
+        """Return whether a request waits for scores of its prompt, which take a shadow too."""
+        return any(len(each) for each in self._scheduler.mechanisms.of(Reconstructions))
+
+    def _needed(self, answer: Answer) -> int:
+        """Return the blocks that the shadow of an answer takes at most."""
+        tokens, (manager,) = answer.request.num_tokens, self._scheduler.kv_managers
+        beside = sum(each.most_blocks(tokens) for each in self._scheduler.other_managers)
+        return int(math.ceil(tokens / manager.block_size) + beside)
+
+    def _add(self, answer: Answer, needed: int) -> None:
+        # The answer's last token predicts nothing that was served.
+        request = self._shadows.request("audit", answer.request, list(answer.request.all_token_ids)[:-1])
+        block_size = self._scheduler.kv_managers[0].block_size
+        blocks = RequestBlocks(KVPolicyConfig(name="full"), None, block_size, answer.policy)
+        # It hits no block of the answer, whose rows have to be computed.
+        blocks.pure_tokens = answer.first // block_size * block_size
+        self._shadow = Check(request=request, needed=needed, answer=answer)
+        self._shadows.add(self._shadow, [blocks])
+
+    def _withdraw(self) -> None:
+        shadow, self._shadow = self._shadow, None
+        if shadow is not None:
+            self._shadows.withdraw(shadow)
+
+    def on_hit(self, request: Request, hit: Hit) -> Hit:
+        """Note how much a shadow hits: it publishes nothing."""
+        if (shadow := self._shadow) is not None and request is shadow.request:
+            self._scheduler.residents[request.request_id].pure_tokens = shadow.hit = hit.tokens
+        return hit
+
+    def on_start(self, plan: EvictionPlan, req_id: str, blocks: Sequence[RequestBlocks]) -> bool:
+        return self._shadow is not None and self._shadow.request.request_id == req_id
+
+    def limit_tokens(self, request: Request, computed_tokens: int, new_tokens: int) -> int:
+        """Keep a shadow that runs from the tokens of a step for which other requests wait."""
+        shadow, scheduler = self._shadow, self._scheduler
+        runs = shadow is not None and request is shadow.request and request.status == RequestStatus.RUNNING
+        return 0 if runs and scheduler.get_num_unfinished_requests() > len(scheduler.running) else new_tokens
+
+    def plan(self, plan: EvictionPlan, step: Step) -> None:
+        """Have workers score the rows of the answer that the shadow computes in this step."""
+        scheduler, shadow = self._scheduler, self._shadow
+        self._waits = scheduler.get_num_unfinished_requests() > len(scheduler.running)
+        if shadow is None or (count := step.tokens.get(shadow.request.request_id)) is None:
+            return
+        answer, end = shadow.answer, shadow.request.num_computed_tokens
+        start = end - count
+        if end > (first := max(start, answer.first)):
+            tokens = list(answer.request.all_token_ids[first + 1 : end + 1])
+            temperature = 1.0 if answer.greedy else answer.request.sampling_params.temperature
+            plan.rows[shadow.request.request_id] = Rows(first - start, tokens, temperature)
+
+    def on_output(self, output: Any) -> None:
+        """Take in scored rows."""
+        scored: Mapping[str, Any] = getattr(output, SCORED, None) or {}
+        if (shadow := self._shadow) is not None and shadow.request.request_id in scored:
+            shadow.rows.append(scored[shadow.request.request_id])
+
+    def decide(self, plan: EvictionPlan, reports: Sequence[Reports]) -> Iterator[Action]:
+        """Judge the answer whose shadow has ended."""
+        if (shadow := self._shadow) is not None and self._shadows.ended(shadow):
+            self._shadow, answer = None, shadow.answer
+            self._drop(answer)
+            rows = _sound(shadow.rows, answer.request.num_output_tokens)
+            if rows is None or shadow.request.status == RequestStatus.FINISHED_ERROR:
+                self._skip(answer, "failed")
+            else:
+                computed = shadow.request.num_prompt_tokens - shadow.hit
+                self.judge(answer, Verdict.of(rows), computed)
+        yield from ()
+
+    # --- figures -----------------------------------------------------------------------------------------------------
+
+    def judge(self, answer: Answer, verdict: Verdict, computed: int) -> None:
+        """Count a verdict, for /metrics and the log; `computed`: tokens that the shadow computed."""
+        counts: dict[str, float] = {"computed_tokens": computed}
+        if answer.greedy:
+            counts |= {"requests": 1, "identical": verdict.identical, "changed": verdict.changed}
+            counts |= {"tokens": verdict.tokens, "agreed": verdict.agreed, "gap": verdict.gap}
+        else:
+            counts |= {"sampled_requests": 1, "sampled_tokens": verdict.tokens}
+            counts |= {"surprise": verdict.surprise, "expected": verdict.expected}
+        self._scheduler.tally.audit(answer.policy, answer.kept, **counts)
+        lost = answer.kept != CONTROL
+        self._totals[lost].update(counts)
+        if lost and answer.greedy and verdict.first is not None:
+            self._firsts.append(verdict.first)
+        if sum(each["requests"] + each["sampled_requests"] for each in self._totals.values()) % SAID_EVERY == 0:
+            self._say()
+        self._judge_target()
+
+    def _say(self) -> None:
+        """Log a line about all answers so far."""
+        parts = []
+        for lost, whose in ((True, "lost blocks"), (False, "lost none")):
+            counts = self._totals[lost]
+            if n := int(counts["requests"]):
+                low, high = wilson(counts["identical"], n)
+                part = f"of {n} that {whose}, full attention gives {int(counts['identical'])} as they are "
+                part += f"({low:.0%} to {high:.0%}) and clearly others for {int(counts['changed'])}"
+                parts.append(part)
+            if n := int(counts["sampled_tokens"]):
+                more = (counts["surprise"] - counts["expected"]) / n
+                parts.append(f"sampled answers that {whose} surprise by {more:.3f} nats a token more than expected")
+        if self._firsts:
+            parts.append(f"the first other token is number {median(self._firsts):g} (median)")
+        if self._skips:
+            listed = ", ".join(f"{why} {count}" for why, count in sorted(self._skips.items()))
+            parts.append(f"not audited: {listed}")
+        logger.info("KV policy %s: answers audited: %s", self.view.kv_policy.name, "; ".join(parts))
+        self._firsts.clear()
+
+    def _judge_target(self) -> None:
+        """Warn once if fewer answers are identical than the target says, beyond chance."""
+        target, counts, control = self.view.kv_policy.target, self._totals[True], self._totals[False]
+        if target is None or self._warned or (n := int(counts["requests"])) < FEWEST:
+            return
+        low, high = wilson(counts["identical"], n)
+        if high >= target:
+            return
+        self._warned = True
+        same = ""
+        if seen := int(control["requests"]):
+            same = f" Of {seen} answers that lost nothing {int(control['identical'])} are identical."
+        logger.warning(
+            "KV policy %s got %d of %d audited answers identical to those of full attention (%.3f to %.3f); expected "
+            "the target %.3f or more: raise the budget, or pick another policy.%s Said once.",
+            self.view.kv_policy.name, counts["identical"], n, low, high, target, same,
+        )  # fmt: skip
+
+
+def _sound(rows: list[Any], tokens: int) -> np.ndarray | None:
+    """Return the rows of all chunks, float32 [tokens, 4]; None if some are missing or are no numbers."""
+    if not rows or not all(isinstance(each, np.ndarray) and each.ndim == 2 and each.shape[1] == 4 for each in rows):
+        return None
+    whole = np.concatenate(rows)
+    return whole if len(whole) == tokens and np.isfinite(whole).all() else None

@@ -1,0 +1,173 @@
+"""Shadows: requests inside the engine that compute something about a client's request, after all other work.
+
+One shadow runs at a time. No client sees it: its outputs are removed from the scheduler's.
+"""
+
+import itertools
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.request import Request, RequestStatus
+
+from ...config import KVPolicyConfig
+from ...core.blocks import RequestBlocks
+from ...core.mechanisms import Mechanism
+
+
+def for_one_token(params: SamplingParams) -> SamplingParams:
+    """Return the parameters of a shadow: those of its original, for one token.
+
+    The front end has checked these, so logits processors can rely on them (`extra_args` above all). Left out is what
+    asks for more: tokens, log-probabilities, a prompt that is computed anew, a grammar to wait for.
+    """
+    params = params.clone()
+    params.max_tokens, params.min_tokens, params.skip_reading_prefix_cache = 1, 0, False
+    params.logprobs = params.prompt_logprobs = params.structured_outputs = None
+    params.prompt_logprob_token_ids = params.prompt_logprob_start = None  # since vLLM 0.31
+    return params
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Shadow:
+    """A request inside the engine.
+
+    Attributes:
+        request: vLLM's request.
+        needed: blocks that it needs beside those that it hits.
+        computed: tokens that it had computed at the last call of `advances`.
+    """
+
+    request: Request
+    needed: int
+    computed: int = 0
+
+    def advances(self) -> bool:
+        """Return whether the last step computed tokens of the shadow, or all are computed. Called once a step."""
+        before, self.computed = self.computed, self.request.num_computed_tokens
+        return self.computed > before or self.computed >= self.request.num_prompt_tokens
+
+
+class ShadowRequests(Mechanism):
+    """The shadow of one scheduler: admits it where it fits, keeps it behind all other requests, and hides it.
+
+    Other mechanisms begin shadows and learn from them. This one comes after them.
+
+    Args:
+        scheduler: an `EvictionMixin`.
+
+    Attributes:
+        current: the shadow that waits or runs; None if there is none.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        super().__init__(scheduler)
+        self._scheduler = scheduler
+        self.current: Shadow | None = None
+        self._hidden: set[str] = set()
+        self._ids = itertools.count()
+
+    @classmethod
+    def serves(cls, config: KVPolicyConfig) -> bool:
+        return config.reconstructs or config.audit > 0
+
+    def before_schedule(self) -> None:
+        """Move the shadow behind all running requests: vLLM serves the last one last and preempts it first."""
+        if self.current is not None:
+            self._scheduler.running.sort(key=lambda request: request is self.current.request)
+
+    def after_output(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
+        """Remove shadows from the outputs that clients get."""
+        if not self._hidden:
+            return
+        for client in outputs.values():
+            client.outputs = [output for output in client.outputs if output.request_id not in self._hidden]
+            if client.finished_requests:
+                client.finished_requests = client.finished_requests - self._hidden
+        # vLLM names a finished request once, so earlier shadows need no hiding any more.
+        self._hidden &= {self.current.request.request_id} if self.current else set()
+
+    def on_finish(self, finished: list[Request]) -> list[Request]:
+        return [request for request in finished if request.request_id not in self._hidden]
+
+    def owns(self, req_id: str) -> bool:
+        """Return whether a request is the shadow."""
+        return self.current is not None and self.current.request.request_id == req_id
+
+    @property
+    def lent(self) -> int:
+        """Blocks that the shadow holds, which any running request gets that lacks some."""
+        if self.current is None or self.current.request.is_finished():
+            return 0
+        return int(self._scheduler.residents[self.current.request.request_id].state.held_blocks)
+
+    @property
+    def spare(self) -> int:
+        """Free blocks that a shadow leaves: each running request may need one more before long."""
+        return int(self._scheduler.kv_cache_manager.watermark_blocks + len(self._scheduler.running))
+
+    def fits(self, needed: int) -> bool:
+        """Return whether the pool has room for a shadow that needs so many blocks, and the batch has a place for it."""
+        scheduler = self._scheduler
+        return scheduler.free_blocks >= needed + self.spare and len(scheduler.running) < scheduler.max_num_running_reqs
+
+    def gets_on(self, shadow: Shadow) -> bool:
+        """Return whether a shadow runs or still fits. Requests would wait behind a preempted shadow."""
+        if shadow.request.status == RequestStatus.WAITING:
+            return self.fits(shadow.needed)
+        return shadow.request.status == RequestStatus.RUNNING
+
+    def request(self, kind: str, original: Request, prompt: list[int]) -> Request:
+        """Make the request of a shadow, for `add`.
+
+        Args:
+            kind: what its id begins with.
+            original: the request whose parameters, adapter and cache salt it has.
+            prompt: token ids.
+        """
+        request = Request(
+            f"{kind}-{next(self._ids)}-{original.request_id}",
+            prompt,
+            for_one_token(original.sampling_params),
+            None,
+            client_index=original.client_index,
+            lora_request=original.lora_request,
+            cache_salt=original.cache_salt,
+            priority=sys.maxsize,
+            block_hasher=original._block_hasher,
+        )
+        # Arguments for connectors, and for events of the prefix cache, are about what the client sent.
+        request.kv_transfer_params = request.ec_transfer_params = None
+        request.kv_cache_report_mode = "incremental"
+        return request
+
+    def add(self, shadow: Shadow, groups: Sequence[RequestBlocks]) -> None:
+        """Add a shadow in front of all waiting requests.
+
+        Args:
+            shadow: with a request by `request`.
+            groups: its blocks in each KV group. Their `pure_tokens` are the most that it hits and publishes.
+        """
+        scheduler, request = self._scheduler, shadow.request
+        self.current = shadow
+        self._hidden.add(request.request_id)
+        for manager, blocks in zip(scheduler.kv_managers, groups, strict=True):
+            manager.residents[request.request_id] = blocks
+        scheduler.add_request(request)
+        scheduler.waiting.remove_request(request)
+        scheduler.waiting.prepend_request(request)
+
+    def ended(self, shadow: Shadow) -> bool:
+        """Return whether a shadow has ended, and make place for the next one if so."""
+        if not shadow.request.is_finished():
+            return False
+        self.current = None
+        return True
+
+    def withdraw(self, shadow: Shadow) -> None:
+        """End a shadow at once."""
+        self.current = None
+        self._scheduler.finish_requests(shadow.request.request_id, RequestStatus.FINISHED_ABORTED)

@@ -1,0 +1,119 @@
+"""Scores rows of a step: how likely the model finds the token after each of them (`core.plan.Rows`)."""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import wraps
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...compute.transfer import copied, to_device, to_host
+from ...core.plan import Rows
+
+#: Rows whose logits are there at once.
+AT_ONCE = 64
+#: Bytes for each of these logits: as the model gives them, in float32, and two intermediate results.
+OF_LOGIT = 16
+
+
+def scratch(vocabulary: int) -> int:
+    """Return the bytes of device memory that scoring takes at most, for a short time."""
+    return AT_ONCE * vocabulary * OF_LOGIT
+
+
+class Scorer:
+    """Scores rows of one model runner's steps, where vLLM computes log-probabilities of prompts.
+
+    vLLM's own would make the logits of a whole chunk at once. Every tensor-parallel rank calls `compute_logits`.
+
+    Args:
+        runner: vLLM's model runner.
+        v2: whether it is Model Runner V2.
+    """
+
+    def __init__(self, runner: Any, v2: bool) -> None:
+        self._rows: Mapping[str, Rows] = {}
+        self._scored: dict[str, np.ndarray] = {}
+        self._device: torch.device = runner.device
+        (self._install_v2 if v2 else self._install_v1)(runner)
+
+    def begin(self, rows: Mapping[str, Rows]) -> None:
+        """Take the rows of a step that is about to run."""
+        self._rows, self._scored = rows, {}
+
+    def take(self) -> tuple[dict[str, np.ndarray], Any]:
+        """Return the step's scored rows, request -> float32 [rows, 4], and an event after which they are valid."""
+        scored, self._scored, self._rows = self._scored, {}, {}
+        return scored, copied(self._device) if scored else None
+
+    def _install_v1(self, runner: Any) -> None:
+        prompt_logprobs = runner._get_prompt_logprobs_dict
+
+        @wraps(prompt_logprobs)
+        def _get_prompt_logprobs_dict(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self._rows:
+                starts, indices = runner.query_start_loc.np, runner.input_batch.req_id_to_index
+                firsts = {req_id: int(starts[indices[req_id]]) for req_id in self._rows}
+                self._score(runner.model.compute_logits, hidden_states, firsts)
+            return prompt_logprobs(hidden_states, *args, **kwargs)
+
+        runner._get_prompt_logprobs_dict = _get_prompt_logprobs_dict
+
+    def _install_v2(self, runner: Any) -> None:
+        worker = runner.prompt_logprobs_worker
+        if worker is None:  # not the last stage
+            return
+        prompt_logprobs = worker.compute_prompt_logprobs
+
+        @wraps(prompt_logprobs)
+        def compute_prompt_logprobs(
+            logits_fn: Callable[..., Any], hidden_states: torch.Tensor, input_batch: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            if self._rows:
+                starts = dict(zip(input_batch.req_ids, input_batch.query_start_loc_np.tolist()))
+                self._score(logits_fn, hidden_states, {req_id: starts[req_id] for req_id in self._rows})
+            return prompt_logprobs(logits_fn, hidden_states, input_batch, *args, **kwargs)
+
+        worker.compute_prompt_logprobs = compute_prompt_logprobs
+
+    def _score(self, compute_logits: Any, hidden_states: torch.Tensor, firsts: Mapping[str, int]) -> None:
+        """Score the step's rows.
+
+        Args:
+            compute_logits: (hidden states [n, width]) -> logits [n, vocabulary]; None on some ranks.
+            hidden_states: of all tokens of the step.
+            firsts: request -> row of its first token.
+        """
+        for req_id, rows in self._rows.items():
+            first = firsts[req_id] + rows.first
+            hidden = hidden_states[first : first + len(rows.tokens)]
+            tokens = to_device(np.array(rows.tokens, np.int64), hidden.device)
+            pieces = zip(hidden.split(AT_ONCE), tokens.split(AT_ONCE))
+            scored = list(_scores(compute_logits, pieces, rows.temperature))
+            if scored:
+                self._scored[req_id] = to_host(torch.cat(scored))
+
+
+def _scores(compute_logits: Any, pieces: Any, temperature: float) -> Iterator[torch.Tensor]:
+    """Yield the scores of each piece of rows, float32 [n, 4]; nothing on ranks that get no logits."""
+    for hidden, tokens in pieces:
+        if (logits := compute_logits(hidden)) is not None:
+            yield score(logits, tokens, temperature)
+
+
+def score(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Score the token after each row.
+
+    Args:
+        logits: [n, vocabulary].
+        tokens: int64 [n].
+        temperature: divides the logits.
+
+    Returns:
+        float32 [n, 4]: log p(token), log p of the likeliest token, number of tokens that are likelier, entropy in nats.
+    """
+    log_p = torch.log_softmax(logits.float() / temperature, dim=-1)
+    own = log_p.gather(1, tokens[:, None])
+    likelier = (log_p > own).sum(1).float()
+    entropy = torch.special.entr(log_p.exp()).sum(1)
+    return torch.stack((own[:, 0], log_p.amax(1), likelier, entropy), 1)
