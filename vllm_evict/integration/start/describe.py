@@ -46,7 +46,7 @@ def what_is_held(config: KVPolicyConfig, bound: int | None, block_size: int, pre
     if not bound:
         return " and hold all their blocks"
     held = f" and hold {bound} blocks of {block_size} tokens" + " when the pool runs out" * pressure
-    return held + ", under full all their blocks" * ("full" in config.allowed)
+    return held + ", under full all their blocks" * ("full" in config.allowed and not config.reaches)
 
 
 def kernels_line(vllm_config: Any, config: KVPolicyConfig, runtime: "EvictionRuntime", backend: str) -> str:
