@@ -22,6 +22,8 @@ from vllm_evict.integration.engine.offloading import Offloading
 ROOT = Path(__file__).parents[2]
 HOST = {"name": "h2o", "budget": 128, "buffer": 0, "sink": 32, "recent": 32, "evict": "host", "host": "64MiB"}
 QUEST = {**HOST, "recall": "quest"}
+#: Blocks that layers read on the host (test_reach.py).
+REACH = {"name": "full", "evict": "host", "host": "64MiB"}
 
 
 # --- to the bit -------------------------------------------------------------------------------------------------------
@@ -260,8 +262,10 @@ def needles():
         ({"name": "h2o"}, TURNS, 0, 1),
         (QUEST, (0,), 9, 10),
         ({"name": "h2o"}, (0,), 0, 1),
+        (REACH, TURNS, 9, 10),
+        (REACH, (0,), 9, 10),
     ],
-    ids=["host", "spheres", "drop", "host-one-chunk", "drop-one-chunk"],
+    ids=["host", "spheres", "drop", "host-one-chunk", "drop-one-chunk", "reach", "reach-one-chunk"],
 )
 def test_a_fact_is_found_after_its_context_was_evicted(engine, policy, starts, least, most):
     """Two turns bring the context, which is evicted down to a tenth, and the question comes with the third. Or one chunk

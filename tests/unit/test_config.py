@@ -13,7 +13,7 @@ from configuration import H2O, WHOLE, parse, refusal, request_refusal
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.config.allocators import ALLOCATION
 from vllm_evict.config.errors import instead
-from vllm_evict.config.fields import SELECT, SERVER, TIER
+from vllm_evict.config.fields import READ, SELECT, SERVER, TIER
 from vllm_evict.config.options import names_of
 from vllm_evict.config.schema import _warn_of_old_name
 from vllm_evict.policies import BUDGET_OPTIONS, POLICIES
@@ -70,6 +70,7 @@ def test_to_dict_is_what_parse_takes_and_json_carries(name):
         "host_path": "blocks",
         "preempt": "recompute",
         "recall_bounds": "sphere",
+        "read": 700,
     }
     selecting = {"select": 900, "select_every": 2, "select_sink": 32, "select_recent": 60, "filter_layers": [1, 3]}
     selecting |= {"dense_layers": None, "select_bounds": "sphere"}
@@ -81,7 +82,9 @@ def test_to_dict_is_what_parse_takes_and_json_carries(name):
         *(POLICIES[other].options for other in WHOLE)
     )
     values = {field: value for field, value in values.items() if field in policy.options}
-    waiting = waiting if "evict" in policy.options else {}
+    waiting = {field: value for field, value in waiting.items() if field in policy.options}
+    if name == "full":  # sizes are of what it keeps on the device
+        values |= waiting
     selecting = selecting if "select" in policy.options else {}
     context = {"context": 4096} if "context" in policy.options else {}
     pyramid, ada = (pyramid, ada) if "allocate" in policy.options else ({}, {})
@@ -90,7 +93,8 @@ def test_to_dict_is_what_parse_takes_and_json_carries(name):
         config = parse({"name": name, **extra})
         carried = json.loads(json.dumps(config.to_dict()))
         assert parse(carried) == config and parse(carried).unsaid == config.unsaid
-        left_out = set() if "evict" in extra else names_of(TIER)
+        left_out = set() if "evict" in extra else names_of((*TIER, *READ))
+        left_out |= {"buffer"} if config.keeps_all else set()
         left_out |= set() if "select" in extra else names_of(SELECT)
         left_out |= names_of(ALLOCATION) - extra.keys()
         left_out |= {"audit", "target"} - extra.keys()
@@ -141,7 +145,10 @@ def test_an_unknown_field_is_refused_with_the_nearest_first(field, first):
 
 def test_a_field_of_another_policy_is_refused():
     assert "'sink-window' has no field 'heads'" in refusal({"name": "sink-window", "heads": "max"})
-    assert "'full' has no field 'budget': expected one of: allow, audit, dense_layers, " in refusal(
+    assert "'full' has no field 'window': expected one of: allow, audit, budget, " in refusal(
+        {"name": "full", "window": 100}
+    )
+    assert "budget: 'full' keeps everything on the device: it needs evict: host" in refusal(
         {"name": "full", "budget": 100}
     )
 

@@ -399,7 +399,7 @@ def test_what_messages_advise_is_there():
     modules = [*(SOURCES / "integration").rglob("*.py"), *(SOURCES / "config").glob("*.py")]
     texts = [text for module in modules for text in strings(module) if isinstance(text, str)]
     named = {flag for text in texts for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text)}
-    flags.add("--device")  # of vllm-evict check
+    flags |= {"--device", "--max-tokens"}  # of vllm-evict check and show
     flags |= {flag.replace("--", "--no-", 1) for flag in flags} | {flag.replace("--no-", "--", 1) for flag in flags}
     assert len(named) > 30 and named <= flags, named - flags
     variables = {each for text in texts for each in re.findall(r"\bVLLM_[A-Z0-9_]+", text)}

@@ -46,7 +46,7 @@ class _Reached:
         slot: its row in arrays of rooms.
         room: its room.
         chosen: blocks that a decode chooses.
-        numbers: int64 [blocks], the host block of each logical block; -1: it is in the pool alone.
+        numbers: int32 [blocks], the host block of each logical block; -1: it is in the pool alone.
     """
 
     slot: int
@@ -131,7 +131,7 @@ class Reach(Source):
         slot = self._slots.pop()
         self._held[:, slot] = self._read[:, slot] = -1
         chosen = self._config.chosen(room.blocks, room.first, room.recent, self.block_size)
-        return _Reached(slot, room, chosen, np.full(self._most, -1, np.int64))
+        return _Reached(slot, room, chosen, np.full(self._most, -1, np.int32))
 
     def complete(self, batch: StepBatch, table: torch.Tensor, lens: torch.Tensor) -> None:
         """Bring all blocks of the step's prompts to the device, and name them in the table."""

@@ -255,6 +255,8 @@ def _keeps_on_the_host(config: KVPolicyConfig) -> None:
     if config.evict != "host":
         if config.read:
             raise ValueError("read: decodes read blocks of the host by it: it needs evict: host; use select without")
+        if config.keeps_all and (sizes := sorted(config.given & {"budget", "buffer", "sink", "recent"})):
+            raise ValueError(f"{sizes[0]}: 'full' keeps everything on the device: it needs evict: host")
         if changed:
             raise ValueError(f"{changed[0]}: blocks that are dropped have no copy on the host: it needs evict: host")
         return

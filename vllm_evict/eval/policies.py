@@ -151,7 +151,8 @@ def contenders(
             if entry in POLICIES:
                 label = entry
                 fields: dict[str, Any] = {"name": entry}
-                fields |= {k: v for k, v in shared.items() if k in POLICIES[entry].options}
+                if entry != "full":  # it has no sizes while it keeps everything
+                    fields |= {k: v for k, v in shared.items() if k in POLICIES[entry].options}
             else:
                 config = KVPolicyConfig.parse(entry)
                 fields = {k: v for k, v in config.to_dict().items() if k != "allow"}

@@ -50,7 +50,7 @@ CHOICES = {
 SIZES = {
     **dict.fromkeys(("buffer", "sink", "recent", "min_prompt"), (0, WHOLE - 1)),
     **dict.fromkeys(("window", "every", "chunk", "kernel", "bands", "recall_every", "recall_blocks"), (1, WHOLE - 1)),
-    **dict.fromkeys(("again", "select", "select_sink", "select_recent", "dense_layers"), (0, WHOLE - 1)),
+    **dict.fromkeys(("again", "read", "select", "select_sink", "select_recent", "dense_layers"), (0, WHOLE - 1)),
     "select_every": (1, WHOLE - 1),
     "again_rounds": (1, 9),
     "seed": (0, (1 << 63) - 1),

@@ -46,14 +46,14 @@ def what_is_held(config: KVPolicyConfig, bound: int | None, block_size: int, pre
     if not bound:
         return " and hold all their blocks"
     held = f" and hold {bound} blocks of {block_size} tokens" + " when the pool runs out" * pressure
-    return held + ", under full all their blocks" * ("full" in config.allowed)
+    return held + ", under full all their blocks" * ("full" in config.allowed and not config.reaches)
 
 
 def kernels_line(vllm_config: Any, config: KVPolicyConfig, runtime: "EvictionRuntime", backend: str) -> str:
     """Return one line: the kernels that attend and measure on a worker, after `layers.settle`."""
     kernel, measures = f"{backend}'s own kernel", bool(config.statistics & RUNNING)
     line = f"KV policy {config.name}: {kernel} attends to all requests"
-    named = _decoded(runtime, measures)
+    named = _decoded(config, runtime, measures)
     if runtime.groups[0].decodes and named:
         does = "attends for" if runtime.batch.takes_prompts else "decodes"
         line = f"KV policy {config.name}: the plugin's kernel {does} {' and '.join(named)}"
@@ -63,6 +63,10 @@ def kernels_line(vllm_config: Any, config: KVPolicyConfig, runtime: "EvictionRun
         bounds = sum(group.source.kept_bytes for group in runtime.groups)
         line += f"; decodes attend to {blocks} blocks at most, {sinks + recent} of them sinks and recent blocks"
         line += f"; bounds of keys take {-(-bounds // 2**20)} MiB"
+    if config.reaches:
+        boxes = sum(group.source.kept_bytes for group in runtime.groups)
+        pages = max(group.source.staging for group in runtime.groups)
+        line += f"; boxes of keys take {-(-boxes // 2**20)} MiB, and prompts {pages} pages behind the pool's blocks"
     if measures:
         line += f"; beside {kernel} mass comes from {runtime.ops.beside}"
     if vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
@@ -74,7 +78,7 @@ def kernels_line(vllm_config: Any, config: KVPolicyConfig, runtime: "EvictionRun
     return line
 
 
-def _decoded(runtime: "EvictionRuntime", measures: bool) -> list[str]:
+def _decoded(config: KVPolicyConfig, runtime: "EvictionRuntime", measures: bool) -> list[str]:
     """Return the requests that the plugin's kernel attends for, where it can."""
     named = ["requests with holes"] if runtime.decodes_lacking else []
     if measures and runtime.decodes_measured:
@@ -82,7 +86,7 @@ def _decoded(runtime: "EvictionRuntime", measures: bool) -> list[str]:
     elif measures and runtime.ops.decodes_measured and not named:
         named.append("measured requests with holes")
     if not all(group.source.reads_all for group in runtime.groups):
-        named.append("requests that select blocks")
+        named.append("requests that read blocks of the host" if config.reaches else "requests that select blocks")
     return named
 
 

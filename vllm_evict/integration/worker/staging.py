@@ -1,23 +1,11 @@
 """Pages behind the pool's, into which blocks of the host are copied for prompts (`compute.reach`)."""
 
 from copy import deepcopy
-from functools import wraps
 from typing import Any
 
 
-def reserve(runner: Any, pages: int) -> None:
-    """Have a runner allocate caches with `pages` pages behind the blocks that the scheduler knows."""
-    initialize = runner.initialize_kv_cache
-
-    @wraps(initialize)
-    def initialize_kv_cache(kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
-        initialize(longer(kv_cache_config, pages), *args, **kwargs)
-
-    runner.initialize_kv_cache = initialize_kv_cache
-
-
 def longer(kv_cache_config: Any, pages: int) -> Any:
-    """Return a copy of vLLM's `KVCacheConfig` of one KV group with more blocks."""
+    """Return a copy of vLLM's `KVCacheConfig` of one KV group, with `pages` pages behind the blocks of the pool."""
     config = deepcopy(kv_cache_config)
     blocks = config.num_blocks
     config.num_blocks += pages

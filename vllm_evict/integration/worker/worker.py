@@ -18,10 +18,11 @@ from ...core.plan import REPORTS, SCORED, TROUBLE, Reports, Trouble
 from ..engine.spec import host_blocks, policy_config
 from ..start import attending, windows
 from ..start.describe import ignored_settings, kernels_line
-from . import layers, runners, staging
+from . import layers, runners
 from .ranks import Ranks
 from .reorder import guard_reload, reordering
 from .scored import Scorer, scratch
+from .staging import longer
 
 logger = init_logger("vllm.evict")
 
@@ -58,8 +59,6 @@ class EvictionWorkerMixin(Base):
             specs = super().get_kv_cache_spec()
             self.kv_evict = layers.install(self.vllm_config, policy_config(self.vllm_config), self.get_model(), specs)
             runners.install(self.model_runner, self.kv_evict, self.use_v2_model_runner)
-            if (pages := max(group.source.staging for group in self.kv_evict.groups)) > 0:
-                staging.reserve(self.model_runner, pages)
             self._ranks = Ranks()
             if policy_config(self.vllm_config).audit:
                 self._scorer = Scorer(self.model_runner, self.use_v2_model_runner)
@@ -80,7 +79,10 @@ class EvictionWorkerMixin(Base):
         return self._needs.left(available, block)
 
     def initialize_from_config(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
-        super().initialize_from_config(kv_cache_config, *args, **kwargs)
+        pages = max(group.source.staging for group in self.kv_evict.groups)
+        allocated = longer(kv_cache_config, pages) if pages else kv_cache_config
+        super().initialize_from_config(allocated, *args, **kwargs)
+        self.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
         config = policy_config(self.vllm_config)
         layers.settle(self.vllm_config, config, self.kv_evict, kv_cache_config)
         ahead, tables = self.kv_evict.ops.compiles, []
