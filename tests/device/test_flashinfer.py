@@ -13,12 +13,13 @@ from flash_infer import CAPABILITIES, FlashInfer
 from flash_infer import backend as flashinfer
 from interpreter import in_place_of, use_kernels
 from parity import assert_like_oracle
-from test_device_backends import BASE, BLOCK, POLICIES, on
+from test_device_backends import BASE, BLOCK, POLICIES, check_hybrid, on
 from test_full_graphs import check_decodes_are_replayed, check_full_is_stock
 from vllm import envs
 
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"), pytest.mark.minutes]
 server, replaying = test_device_backends.server, test_full_graphs.replaying
+hybrid_model, hybrid = test_device_backends.hybrid_model, test_device_backends.hybrid
 #: A model some of whose layers have sliding windows.
 sliding = test_sliding_devices.model
 #: Names of what decodes for vLLM, in graphs.
@@ -69,6 +70,17 @@ def test_evictions_and_logprobs_match_the_dense_oracle(request, server, backend,
         assert evicted > 0, "the policy never acted"
     assert subject.runtime.decodes
     subject.assert_nothing_left()
+
+
+HYBRIDS = [on(kernels, "h2o") for kernels in CAPABILITIES]
+HYBRIDS += [on("native", "sink-window"), on("trtllm", "scissorhands")]
+
+
+@pytest.mark.oracle("hybrids")
+@pytest.mark.since("0.32", "it splits the block tables of all layers")
+@pytest.mark.parametrize("backend, name", HYBRIDS, indirect=["backend"])
+def test_kernels_read_smaller_blocks_than_a_hybrid_evicts(server, hybrid, poisoned, name):
+    check_hybrid(server, hybrid, name)
 
 
 @pytest.mark.both_runners("native")

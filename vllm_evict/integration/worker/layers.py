@@ -106,7 +106,8 @@ def install(
         drafters.check_groups(drafting, names)
     config.check(block_size, len(layers), min(heads), longest, vllm_config.max_in_flight_tokens)
     placed, attended = attending.layout(vllm_config, config), set[Any]()
-    ops = _ops(next(iter(layers.values())).attn_backend.get_name())
+    # vLLM makes blocks of hybrids as large as states; kernels may read smaller ones.
+    ops = _ops(next(iter(layers.values())).attn_backend.get_name(), block_size if states else None)
     if placed is not None:
         of_layers.check_alike(layers, [sum(place.heads for place in places) for places in placed.places[0]])
         return _split(vllm_config, config, layers, placed, ops, attended)
@@ -139,9 +140,9 @@ def install(
     )
 
 
-def _ops(backend: str) -> BackendOps:
-    """Return the plugin's operations for a backend."""
-    ops = ops_for(backend)
+def _ops(backend: str, block_size: int | None) -> BackendOps:
+    """Return the plugin's operations for a backend; `block_size` as `ops_for` takes it."""
+    ops = ops_for(backend, block_size)
     if backend == "FLASH_ATTN":
         from .flash import capture_lse  # imports vLLM's FlashAttention backend
 

@@ -7,7 +7,7 @@ import vllm.envs as envs
 from vllm.v1.executor.abstract import Executor
 
 from ....compute.attention.ops import FP8_NAMES, READ_HEADS, WHOLE_LAYERS
-from .. import drafters, windows
+from .. import drafters, versions, windows
 from ..connectors import ARRIVING, OFFLOADING
 from .features import (
     ANY,
@@ -380,7 +380,7 @@ WHOLE_LAYER_BACKEND = Environment(
 )
 FEW_SIZES_BACKEND = Environment(
     "the attention backend {backend}",
-    lambda server: server.platform == "cuda" and server.backend in FEW_SIZES,
+    lambda server: server.platform == "cuda" and server.backend in FEW_SIZES and not versions.splits_in_builders(),
     {STATES: "whose kernels read blocks of a few sizes, while vLLM makes blocks as large as states"},
     "set {setting} to {backends_of_any_block}",
 )
@@ -477,5 +477,7 @@ LAUNCHED_RANKS = Environment(
 
 #: All of them, in the order of this file, which is that of messages.
 ENVIRONMENTS = tuple(each for each in tuple(globals().values()) if isinstance(each, Environment))
+#: Those of them that another attention backend may do without.
+OF_BACKENDS = (BACKEND, WHOLE_LAYER_BACKEND, FEW_SIZES_BACKEND)
 #: Those of them that loaded layers may tell of, where a configuration did not.
 OF_LAYERS = (STATES_ALONE, WINDOWS_ALONE, DISTANCES, STATES, WINDOWS, SHARED, ONE_TABLE, BACKEND, WHOLE_LAYER_BACKEND)

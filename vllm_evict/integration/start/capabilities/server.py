@@ -253,8 +253,12 @@ def named_backend(vllm_config: Any) -> tuple[str | None, str]:
 
     vLLM chooses when it makes the layers. Layers of other kinds may have any backend.
     """
-    attention = vllm_config.attention_config
-    kind = "mla_attention" if vllm_config.model_config.use_mla else "full_attention"
+    attention, kind = vllm_config.attention_config, kind_of(vllm_config)
     if (backend := attention.backend_per_kind.get(kind)) is not None:
         return backend.name, f"--attention-config.backend_per_kind.{kind}"
     return getattr(attention.backend, "name", None), "--attention-backend"
+
+
+def kind_of(vllm_config: Any) -> str:
+    """Return vLLM's name for the kind of layers that policies work on."""
+    return "mla_attention" if vllm_config.model_config.use_mla else "full_attention"
