@@ -17,6 +17,8 @@ from test_device_backends import BASE, BLOCK, POLICIES, check_hybrid, on
 from test_full_graphs import check_decodes_are_replayed, check_full_is_stock
 from vllm import envs
 
+from vllm_evict.integration.start import advice
+
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"), pytest.mark.minutes]
 server, replaying = test_device_backends.server, test_full_graphs.replaying
 hybrid_model, hybrid = test_device_backends.hybrid_model, test_device_backends.hybrid
@@ -81,6 +83,17 @@ HYBRIDS += [on("native", "sink-window"), on("trtllm", "scissorhands")]
 @pytest.mark.parametrize("backend, name", HYBRIDS, indirect=["backend"])
 def test_kernels_read_smaller_blocks_than_a_hybrid_evicts(server, hybrid, poisoned, name):
     check_hybrid(server, hybrid, name)
+
+
+@pytest.mark.oracle("full attention")
+@pytest.mark.both_runners("trtllm-stock")
+@pytest.mark.parametrize("backend, kernel", [on("trtllm", "stock"), on("trtllm", "triton")], indirect=["backend"])
+def test_split_heads_need_a_table_and_lengths_alone(server, backend, dense, tmp_path, monkeypatch, kernel):
+    """TensorRT-LLM's kernels, which take no plan for all heads of a layer, compute prompts, and decodes or not."""
+    monkeypatch.setattr(advice, "takes_no_plan", lambda _: True)
+    monkeypatch.setenv("VLLM_EVICT_DECODE", kernel)
+    test_device_backends.check_split_heads(server, dense, tmp_path)
+    assert set(backend.calls) == {"trtllm_decode", "trtllm_context"}
 
 
 @pytest.mark.both_runners("native")

@@ -37,7 +37,7 @@ SHOWN: dict[Environment | Feature, str] = {
     of.CONNECTOR: "KV connectors",
     of.ASYNC_CONNECTOR: "KV connectors under async scheduling",
     of.BACKEND: "attention backends that are not [listed](#backends-and-model-runners)",
-    of.WHOLE_LAYER_BACKEND: "the attention backend FLASHINFER",
+    of.WHOLE_LAYER_BACKEND: "the attention backend FLASHINFER with other kernels than TensorRT-LLM's (Blackwell)",
     of.FEW_SIZES_BACKEND: "the attention backend FLASHINFER before vLLM 0.32",
     of.UNREAD_DTYPE: "KV cache dtypes other than the model's, and than fp8 and fp8_e4m3 on a GPU",
     of.FP8_ON_OLD_GPU: "fp8 caches on a GPU before Ada (8.9)",

@@ -96,7 +96,7 @@ class KernelBlocks(DeviceOps):
 
 
 def with_kernel_blocks(ops: type[DeviceOps], block_size: int) -> type[DeviceOps]:
-    """Return a backend's `BackendOps` for kernels that may read smaller blocks than the pool's, of `block_size` tokens."""
+    """Return a `BackendOps` for kernels that may read smaller blocks than the pool's, of `block_size` tokens."""
     return type(f"KernelBlocks{ops.__name__}", (KernelBlocks, ops), {"block_size": block_size})
 
 

@@ -23,7 +23,7 @@ OPS = {
 }
 #: Backends of multi-head latent attention (MLA), on a CPU and on a device.
 LATENT = ("CPU_MLA", "AMX_MLA", "FLASHINFER_MLA", "FLASHMLA", "FLASH_ATTN_MLA", "TRITON_MLA")
-#: Backends whose metadata is for all heads of a layer. They do not run policies that split heads.
+#: Backends whose metadata may be for all heads of a layer. They run policies that split heads where it is not.
 WHOLE_LAYERS = ("FLASHINFER",)
 #: Sizes of heads that the kernels for a device read.
 READ_HEADS = range(16, 257)
@@ -106,6 +106,10 @@ class BackendOps(Protocol):
             needed: whether the backend's kernel attends to anything.
             in_graph: whether a full CUDA graph is captured or replayed.
         """
+        ...
+
+    def for_parts(self, builder: Any) -> None:
+        """Let the backend's builder make metadata that serve any part of a layer's heads."""
         ...
 
     def dequantised(self, layer: Any, query: Any) -> Any:
@@ -208,6 +212,10 @@ class WithStockMetadata:
     @staticmethod
     def metadata(builder: Any, stock: Callable[[], Any], common: Any, needed: bool, in_graph: bool) -> Any:
         return stock()
+
+    @staticmethod
+    def for_parts(builder: Any) -> None:
+        """Do nothing: metadata do."""
 
     @staticmethod
     def outruns(layer: Any) -> bool:

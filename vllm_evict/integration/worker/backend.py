@@ -54,6 +54,8 @@ def resident_backend(
             if kv_heads is not None:
                 kv_cache_spec = replace(kv_cache_spec, num_kv_heads=kv_heads)
             super().__init__(kv_cache_spec, *args, **kwargs)
+            if kv_heads is not None:
+                ops.for_parts(self)
             #: None: kernels read the pool's blocks.
             self.kernel_blocks: KernelBlocks | None = None
             if kv_cache_spec.block_size != runtime.block_size:

@@ -50,10 +50,16 @@ PARTS = "kv_evict_parts"
 
 
 class HeadSlots(AttentionLayerBase):
-    """A stand-in layer whose pages hold heads of many layers: vLLM gives one cache to one layer name."""
+    """A stand-in layer whose pages hold heads of many layers: vLLM gives one cache to one layer name.
 
-    def __init__(self, spec: EvictableSpec, backend: type, num_heads: int) -> None:
-        self.spec, self.backend, self.num_heads = spec, backend, num_heads
+    Args:
+        spec: of the pages.
+        backend: attention backend of the layers.
+        like: one of these layers, which are alike in what builders ask for.
+    """
+
+    def __init__(self, spec: EvictableSpec, backend: type, like: Attention) -> None:
+        self.spec, self.backend, self.num_heads, self.impl = spec, backend, like.num_heads, like.impl
 
     def get_attn_backend(self) -> type:
         return self.backend
@@ -260,7 +266,7 @@ def _split(
         group = _group(vllm_config, config.of_class(head_class), store, heads, in_graphs, block_size, numbers)
         resident = resident_backend(backend, group, ops, head_class, first.num_kv_heads)
         spec = _spec(vllm_config, config, first, placed.width, head_class, index)
-        slots = HeadSlots(spec, resident, first.num_heads)
+        slots = HeadSlots(spec, resident, first)
         vllm_config.compilation_config.static_forward_context[name] = slots
         groups.append(group)
         pages.append(name)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import vllm.envs as envs
 from vllm.v1.executor.abstract import Executor
 
-from ....compute.attention.ops import FP8_NAMES, READ_HEADS, WHOLE_LAYERS
+from ....compute.attention.ops import FP8_NAMES, READ_HEADS
 from .. import drafters, versions, windows
 from ..connectors import ARRIVING, OFFLOADING
 from .features import (
@@ -374,7 +374,7 @@ BACKEND = Environment(
 WHOLE_LAYER_BACKEND = Environment(
     "the attention backend {backend}{whose}",
     # On a CPU vLLM takes its own, whichever is named.
-    lambda server: server.backend in WHOLE_LAYERS and (server.layers or server.platform == "cuda"),
+    lambda server: server.plans_whole_layers and (server.layers or server.platform == "cuda"),
     {SPLIT: "while the backend plans for all heads of a layer"},
     "set {setting} to {splitting_backends}",
 )

@@ -203,6 +203,11 @@ class Server:
         return LATENT if self.model.use_mla else BACKENDS
 
     @property
+    def plans_whole_layers(self) -> bool:
+        """Whether the backend's metadata is for all heads of a layer."""
+        return self.backend in WHOLE_LAYERS and not advice.takes_no_plan(self.vllm_config)
+
+    @property
     def setting(self) -> str:
         return "--attention-backend" if self.layers else named_backend(self.vllm_config)[1]
 
