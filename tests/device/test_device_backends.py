@@ -15,7 +15,9 @@ import torch
 from engine import V2, assert_like_stock, logprobs_of, random_prompt
 from flash import FlashAttention, reshape_and_cache_flash
 from interpreter import in_place_of, use_kernels
+from linear import zero_blocks
 from oracle.heads import replay_heads
+from oracle.hybrids import DenseHybrid, make_tiny_hybrid
 from oracle.model import DenseLlama
 from oracle.replay import Config
 from oracle.tiny import make_tiny_llama
@@ -27,6 +29,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models import llama
 from vllm.triton_utils import HAS_TRITON
 from vllm.v1.attention.backends import flash_attn
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_evict.integration.start.capabilities import server as facts
 
@@ -175,6 +178,42 @@ def test_evictions_and_logprobs_match_the_dense_oracle(server, backend, name, tm
         assert backend.attended and backend.scheduled == calls == 2 * backend.schedules
         assert (backend.asked > 0) == (name == "h2o"), "the LSE is asked for where mass is taken"
     subject.assert_nothing_left()
+
+
+@pytest.fixture(scope="module")
+def hybrid_model(tmp_path_factory):
+    return make_tiny_hybrid(tmp_path_factory.mktemp("hybrid"), "falcon_h1")
+
+
+@pytest.fixture
+def hybrid(hybrid_model, monkeypatch):
+    """A model with states. Where blocks are split vLLM's CPU engine clears others than the new ones."""
+    monkeypatch.setattr(CPUModelRunner, "_zero_block_ids", zero_blocks)
+    return hybrid_model
+
+
+def check_hybrid(server, hybrid, name):
+    """Chunks of prompts and decodes in blocks of 48 tokens, which kernels read as three: against the dense oracle."""
+    size = 48
+    policy = {"name": name, "budget": 3 * size, "buffer": 0, "sink": size, "recent": size, "allow": []}
+    options = dict(block_size=size, max_model_len=480, max_num_batched_tokens=96, enable_prefix_caching=False)
+    subject = server(policy, model=hybrid, **options)
+    (layer, *_) = subject.runtime.layers
+    assert layer.kv_cache.shape[2] == 16 and subject.manager.block_size == size
+    requests = [(random_prompt(n, n), {"max_tokens": tokens, "logprobs": 0}) for n, tokens in ((200, 20), (130, 60))]
+    for prompt, output, trace in subject.answered(requests):
+        assert assert_like_oracle(DenseHybrid(hybrid), prompt, output, trace, policy, block_size=size, chunk=96) > 0
+    subject.assert_nothing_left()
+
+
+@pytest.mark.oracle("hybrids")
+@pytest.mark.since("0.32", "it splits the block tables of all layers")
+@pytest.mark.parametrize("backend", [on("fa4")], indirect=True)
+def test_flash_attention_reads_smaller_blocks_than_a_hybrid_evicts(server, hybrid, poisoned, monkeypatch):
+    """With heads of 256 on Blackwell it takes blocks of 128 tokens alone, here of 16."""
+    cls = flash_attn.FlashAttentionBackend
+    monkeypatch.setattr(cls, "get_supported_kernel_block_sizes", staticmethod(lambda *_: [16]))
+    check_hybrid(server, hybrid, "h2o")
 
 
 @pytest.mark.oracle("full attention")

@@ -13,12 +13,15 @@ from flash_infer import CAPABILITIES, FlashInfer
 from flash_infer import backend as flashinfer
 from interpreter import in_place_of, use_kernels
 from parity import assert_like_oracle
-from test_device_backends import BASE, BLOCK, POLICIES, on
+from test_device_backends import BASE, BLOCK, POLICIES, check_hybrid, on
 from test_full_graphs import check_decodes_are_replayed, check_full_is_stock
 from vllm import envs
 
+from vllm_evict.integration.start import advice
+
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"), pytest.mark.minutes]
 server, replaying = test_device_backends.server, test_full_graphs.replaying
+hybrid_model, hybrid = test_device_backends.hybrid_model, test_device_backends.hybrid
 #: A model some of whose layers have sliding windows.
 sliding = test_sliding_devices.model
 #: Names of what decodes for vLLM, in graphs.
@@ -69,6 +72,28 @@ def test_evictions_and_logprobs_match_the_dense_oracle(request, server, backend,
         assert evicted > 0, "the policy never acted"
     assert subject.runtime.decodes
     subject.assert_nothing_left()
+
+
+HYBRIDS = [on(kernels, "h2o") for kernels in CAPABILITIES]
+HYBRIDS += [on("native", "sink-window"), on("trtllm", "scissorhands")]
+
+
+@pytest.mark.oracle("hybrids")
+@pytest.mark.since("0.32", "it splits the block tables of all layers")
+@pytest.mark.parametrize("backend, name", HYBRIDS, indirect=["backend"])
+def test_kernels_read_smaller_blocks_than_a_hybrid_evicts(server, hybrid, poisoned, name):
+    check_hybrid(server, hybrid, name)
+
+
+@pytest.mark.oracle("full attention")
+@pytest.mark.both_runners("trtllm-stock")
+@pytest.mark.parametrize("backend, kernel", [on("trtllm", "stock"), on("trtllm", "triton")], indirect=["backend"])
+def test_split_heads_need_a_table_and_lengths_alone(server, backend, dense, tmp_path, monkeypatch, kernel):
+    """TensorRT-LLM's kernels, which take no plan for all heads of a layer, compute prompts, and decodes or not."""
+    monkeypatch.setattr(advice, "takes_no_plan", lambda _: True)
+    monkeypatch.setenv("VLLM_EVICT_DECODE", kernel)
+    test_device_backends.check_split_heads(server, dense, tmp_path)
+    assert set(backend.calls) == {"trtllm_decode", "trtllm_context"}
 
 
 @pytest.mark.both_runners("native")

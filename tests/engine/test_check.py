@@ -209,16 +209,18 @@ ON = {  # device, model, further flags -> what the first line has
     ("b200", "llama", ()): "model runner V2, async scheduling; attention backend FLASHINFER",
     ("b200", "llama", ("--tensor-parallel-size", "4", "--quantization", "fp8")): "attention backend FLASHINFER",
     ("b200", "llama", ("--kv-transfer-config", NIXL, "--kv-policy", "h2o")): "attention backend FLASHINFER",
-    ("b200", "llama", ("--kv-policy", json.dumps(ADAKV))): "the backend plans for all heads",
+    ("b200", "llama", ("--kv-policy", json.dumps(ADAKV))): "attention backend FLASHINFER",
+    ("h200", "llama", ("--kv-policy", json.dumps(ADAKV), "--attention-backend", "FLASHINFER")): "plans for all heads",
     ("b200", "llama", ("--kv-policy", json.dumps(ADAKV), "--attention-backend", "FLASH_ATTN")): "KV policy adakv",
-    ("b200", "mla", ()): "the attention backend FLASHINFER_MLA: set --attention-backend",
+    ("b200", "mla", ()): "attention backend FLASHINFER_MLA",
+    ("b200", "mla", ("--attention-backend", "CUTLASS_MLA")): "CUTLASS_MLA: set --attention-backend",
     ("b200", "mla", ("--attention-backend", "TRITON_MLA")): "attention backend TRITON_MLA",
-    ("b200", "hybrid", ()): "and the attention backend FLASHINFER, whose kernels",
+    ("b200", "hybrid", ()): "attention backend FLASH",  # vLLM 0.31 and older: FLASH_ATTN
     ("b200", "hybrid", ("--attention-backend", "TRITON_ATTN")): "attention backend TRITON_ATTN",
     ("b200", "gemma4", ()): "attention backend FLASHINFER",
     ("mi300", "llama", ()): "vLLM's rocm engine in this release",
 }
-REFUSING = ("plans for all heads", "heads of", "set --attention-backend", "vLLM: ", "whose kernels", "rocm")
+REFUSING = ("plans for all heads", "heads of", "set --attention-backend", "vLLM: ", "rocm")
 
 
 @pytest.mark.parametrize("device", ["h200", "b200", "mi300"])

@@ -377,9 +377,16 @@ MUTANTS = [
         ("oracle_parity",),
     ),
     Mutant(
+        "mass by kernel blocks is added to one block of the pool",
+        "compute/attention/kernel_blocks.py",
+        "out.add_(split.unflatten(2, (-1, count)).sum(3))",
+        "out.add_(split[:, :, ::count])",
+        ("kernel_blocks",),
+    ),
+    Mutant(
         "drafters read holes",
         "integration/worker/backend.py",
-        "runtime.drafting_view(common_attn_metadata)",
+        "views.drafting_view(common_attn_metadata)",
         "common_attn_metadata",
         ("drafters -k sees",),
     ),

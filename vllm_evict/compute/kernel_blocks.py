@@ -43,6 +43,20 @@ class KernelBlocks:
         read.block_table_tensor = self._split(table, viewed.max_seq_len) if changed else split
         return viewed, read, work
 
+    def drafting_view(self, metadata: Any) -> Any:
+        """Return `GroupRuntime.drafting_view` by kernel blocks.
+
+        Args:
+            metadata: vLLM's `CommonAttentionMetadata` of a drafter's pass, with a table of kernel blocks.
+        """
+        whole = copy(metadata)
+        whole.block_table_tensor = metadata.block_table_tensor[:, :: self._count] // self._count
+        viewed = self._group.drafting_view(whole)
+        if viewed is whole:
+            return metadata
+        viewed.block_table_tensor = self._split(viewed.block_table_tensor, viewed.max_seq_len)
+        return viewed
+
     def _split(self, table: torch.Tensor, longest: int) -> torch.Tensor:
         """Return kernel blocks of the pool's, in memory with a fixed address: int32 [R, n * W].
 

@@ -1,11 +1,15 @@
 """Views of a worker's KV groups, in memory with fixed addresses that one launch fills once a step."""
 
 from collections.abc import Sequence
+from math import gcd
 from typing import Any
 
 import torch
 
 from .kernels.view import View, resident_view
+
+#: Block tables are as wide as a multiple of so many tokens, as vLLM's are: FlashInfer's kernels take no others.
+ALIGNED_TOKENS = 128
 
 
 class Views:
@@ -35,6 +39,8 @@ class Views:
         Its addresses stay the same until vLLM's block table, of shape `least`, needs more rows or a greater width.
         """
         rows, width = max(least[0], group.shape.max_requests), max(least[1], group.shape.max_blocks)
+        step = ALIGNED_TOKENS // gcd(ALIGNED_TOKENS, group.block_size)
+        width = -(-width // step) * step
         view = self._memory.get(group)
         if view is None or len(view.lens) < rows or view.table.shape[1] < width:
             shapes = ((rows, width), (rows,), (rows, width))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,11 +25,17 @@ class FlashInferOps(DeviceOps):
             with _for_graphs(builder, in_graph):
                 metadata = stock()
         else:
-            metadata = SimpleNamespace(num_actual_tokens=common.num_actual_tokens)
+            metadata = SimpleNamespace(num_actual_tokens=common.num_actual_tokens, slot_mapping=common.slot_mapping)
         metadata.block_table, metadata.seq_lens = common.block_table_tensor, common.seq_lens
         metadata.query_start_loc = common.query_start_loc
         metadata.max_query_len, metadata.max_seq_len = common.max_query_len, common.max_seq_len
         return metadata
+
+    @staticmethod
+    def for_parts(builder: Any) -> None:
+        """See `BackendOps.for_parts`. TensorRT-LLM's kernels take no plan, and then compute prompts of all lengths."""
+        builder.attention_config = copy(builder.attention_config)
+        builder.attention_config.use_trtllm_attention = True
 
 
 @contextmanager

@@ -17,12 +17,13 @@ OPS = {
     "CPU_MLA": ("latent", "LatentOps"),
     "AMX_MLA": ("latent", "LatentOps"),
     "FLASHMLA": ("latent", "DeviceLatentOps"),
+    "FLASHINFER_MLA": ("latent", "DeviceLatentOps"),
     "FLASH_ATTN_MLA": ("latent", "DeviceLatentOps"),
     "TRITON_MLA": ("latent", "DeviceLatentOps"),
 }
 #: Backends of multi-head latent attention (MLA), on a CPU and on a device.
-LATENT = ("CPU_MLA", "AMX_MLA", "FLASHMLA", "FLASH_ATTN_MLA", "TRITON_MLA")
-#: Backends whose metadata is for all heads of a layer. They do not run policies that split heads.
+LATENT = ("CPU_MLA", "AMX_MLA", "FLASHINFER_MLA", "FLASHMLA", "FLASH_ATTN_MLA", "TRITON_MLA")
+#: Backends whose metadata may be for all heads of a layer. They run policies that split heads where it is not.
 WHOLE_LAYERS = ("FLASHINFER",)
 #: Sizes of heads that the kernels for a device read.
 READ_HEADS = range(16, 257)
@@ -46,6 +47,7 @@ class BackendOps(Protocol):
         capturing: whether calls are captured in a full CUDA graph, or warm one up.
         scratch_bytes: bytes that `reserve` allocates.
         splits_blocks: whether the backend's kernels may read smaller blocks than the pool's (`kernel_blocks`).
+        by_kernel_blocks: whether metadata and caches are then by the kernels' blocks; else they are by the pool's.
         whole_blocks: backends for the same layers whose kernels read the pool's blocks on most devices, for a message.
     """
 
@@ -56,6 +58,7 @@ class BackendOps(Protocol):
     capturing: bool
     scratch_bytes: int
     splits_blocks: bool
+    by_kernel_blocks: bool
     whole_blocks: tuple[str, ...]
 
     def unreadable(self, layer: Any) -> str | None:
@@ -105,6 +108,10 @@ class BackendOps(Protocol):
             needed: whether the backend's kernel attends to anything.
             in_graph: whether a full CUDA graph is captured or replayed.
         """
+        ...
+
+    def for_parts(self, builder: Any) -> None:
+        """Let the backend's builder make metadata that serve any part of a layer's heads."""
         ...
 
     def dequantised(self, layer: Any, query: Any) -> Any:
@@ -201,11 +208,16 @@ class WithStockMetadata:
 
     heads_dim = 1
     splits_blocks = False
+    by_kernel_blocks = False
     whole_blocks = ("FLASH_ATTN", "TRITON_ATTN")
 
     @staticmethod
     def metadata(builder: Any, stock: Callable[[], Any], common: Any, needed: bool, in_graph: bool) -> Any:
         return stock()
+
+    @staticmethod
+    def for_parts(builder: Any) -> None:
+        """Do nothing: metadata do."""
 
     @staticmethod
     def outruns(layer: Any) -> bool:
@@ -242,7 +254,15 @@ class WithoutScratch(WithStockMetadata):
         return nullcontext()
 
 
-def ops_for(backend: str) -> BackendOps:
-    """Make the `BackendOps` of a backend, with scratch of its own, for all layers of one engine."""
+def ops_for(backend: str, block_size: int | None = None) -> BackendOps:
+    """Make the `BackendOps` of a backend, with scratch of its own, for all layers of one engine.
+
+    Args:
+        backend: name.
+        block_size: tokens of a block of the pool, if the backend's kernels on a device may read smaller ones.
+    """
     module, name = OPS[backend]
-    return getattr(import_module(f".{module}", __package__), name)()
+    ops = getattr(import_module(f".{module}", __package__), name)
+    if block_size is not None and ops.compiles and not ops.splits_blocks:
+        ops = import_module(".kernel_blocks", __package__).with_kernel_blocks(ops, block_size)
+    return ops()

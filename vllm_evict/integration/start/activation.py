@@ -5,7 +5,7 @@ from typing import Any
 from vllm.logger import init_logger
 
 from ...config import KVPolicyConfig, KVPolicyError
-from . import attending, versions
+from . import attending, backends, versions
 from .capabilities import refuse
 
 logger = init_logger("vllm.evict")
@@ -20,6 +20,7 @@ def activate(vllm_config: Any, config: KVPolicyConfig) -> None:
     from vllm import __version__
 
     versions.check(__version__)
+    backends.choose(vllm_config, config)
     config = refuse.check_config(vllm_config, config)
     model = vllm_config.model_config
     heads = attending.kv_heads(model)

@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
+from vllm.utils.flashinfer import supports_trtllm_attention
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 from vllm.v1.attention.backend import MultipleOf
@@ -126,6 +127,18 @@ def taken(vllm_config: Any, named: str | None) -> str:
     with set_current_vllm_config(vllm_config):
         path = current_platform.get_attn_backend_cls(selected, _selector(vllm_config), num_heads=None)
     return str(resolve_obj_by_qualname(path).get_name())
+
+
+def takes_no_plan(vllm_config: Any) -> bool:
+    """Return whether FlashInfer's kernels for all steps take block tables and lengths alone, and no plan of a step.
+
+    TensorRT-LLM's do, which vLLM has on Blackwell in data centers, where nothing keeps it from them.
+    """
+    capability = current_platform.get_device_capability()
+    if capability is None or capability.major != 10 or vllm_config.attention_config.use_trtllm_attention is False:
+        return False
+    with set_current_vllm_config(vllm_config):
+        return supports_trtllm_attention(is_prefill=True) and supports_trtllm_attention(is_prefill=False)
 
 
 def _selector(vllm_config: Any) -> AttentionSelectorConfig:

@@ -54,10 +54,11 @@ def resident_backend(
             if kv_heads is not None:
                 kv_cache_spec = replace(kv_cache_spec, num_kv_heads=kv_heads)
             super().__init__(kv_cache_spec, *args, **kwargs)
+            if kv_heads is not None:
+                ops.for_parts(self)
             #: None: kernels read the pool's blocks.
             self.kernel_blocks: KernelBlocks | None = None
             if kv_cache_spec.block_size != runtime.block_size:
-                # No drafter runs beside states and latents: `build_for_drafting` has no kernel blocks.
                 served = ops.splits_blocks and self.vllm_config.model_config.is_hybrid and splits_in_builders()
                 if not served:
                     whole = partial(advice.reads_whole, runtime.block_size)
@@ -80,13 +81,15 @@ def resident_backend(
             needed = work is None or not work.is_all
             unscheduled = kv_heads is not None or not needed
             stock = partial(super().build, common_prefix_len, read, fast_build or unscheduled)
-            metadata = ops.metadata(self, stock, viewed, needed, runtime.batch.graph is not None)
+            measured = read if ops.by_kernel_blocks else viewed
+            metadata = ops.metadata(self, stock, measured, needed, runtime.batch.graph is not None)
             setattr(metadata, STEP_WORK, work)
             return metadata
 
         def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Any:
             """Metadata of a drafter's pass, which follows the step and has lengths of its own."""
-            return super().build(0, runtime.drafting_view(common_attn_metadata), fast_build=True)
+            views = self.kernel_blocks or runtime
+            return super().build(0, views.drafting_view(common_attn_metadata), fast_build=True)
 
     class ResidentBackend(backend):
         @staticmethod

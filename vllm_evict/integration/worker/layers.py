@@ -50,10 +50,16 @@ PARTS = "kv_evict_parts"
 
 
 class HeadSlots(AttentionLayerBase):
-    """A stand-in layer whose pages hold heads of many layers: vLLM gives one cache to one layer name."""
+    """A stand-in layer whose pages hold heads of many layers: vLLM gives one cache to one layer name.
 
-    def __init__(self, spec: EvictableSpec, backend: type, num_heads: int) -> None:
-        self.spec, self.backend, self.num_heads = spec, backend, num_heads
+    Args:
+        spec: of the pages.
+        backend: attention backend of the layers.
+        like: one of these layers, which are alike in what builders ask for.
+    """
+
+    def __init__(self, spec: EvictableSpec, backend: type, like: Attention) -> None:
+        self.spec, self.backend, self.num_heads, self.impl = spec, backend, like.num_heads, like.impl
 
     def get_attn_backend(self) -> type:
         return self.backend
@@ -106,7 +112,8 @@ def install(
         drafters.check_groups(drafting, names)
     config.check(block_size, len(layers), min(heads), longest, vllm_config.max_in_flight_tokens)
     placed, attended = attending.layout(vllm_config, config), set[Any]()
-    ops = _ops(next(iter(layers.values())).attn_backend.get_name())
+    # vLLM makes blocks of hybrids as large as states; kernels may read smaller ones.
+    ops = _ops(next(iter(layers.values())).attn_backend.get_name(), block_size if states else None)
     if placed is not None:
         of_layers.check_alike(layers, [sum(place.heads for place in places) for places in placed.places[0]])
         return _split(vllm_config, config, layers, placed, ops, attended)
@@ -139,9 +146,9 @@ def install(
     )
 
 
-def _ops(backend: str) -> BackendOps:
-    """Return the plugin's operations for a backend."""
-    ops = ops_for(backend)
+def _ops(backend: str, block_size: int | None) -> BackendOps:
+    """Return the plugin's operations for a backend; `block_size` as `ops_for` takes it."""
+    ops = ops_for(backend, block_size)
     if backend == "FLASH_ATTN":
         from .flash import capture_lse  # imports vLLM's FlashAttention backend
 
@@ -259,7 +266,7 @@ def _split(
         group = _group(vllm_config, config.of_class(head_class), store, heads, in_graphs, block_size, numbers)
         resident = resident_backend(backend, group, ops, head_class, first.num_kv_heads)
         spec = _spec(vllm_config, config, first, placed.width, head_class, index)
-        slots = HeadSlots(spec, resident, first.num_heads)
+        slots = HeadSlots(spec, resident, first)
         vllm_config.compilation_config.static_forward_context[name] = slots
         groups.append(group)
         pages.append(name)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import vllm.envs as envs
 from vllm.v1.executor.abstract import Executor
 
-from ....compute.attention.ops import FP8_NAMES, READ_HEADS, WHOLE_LAYERS
-from .. import drafters, windows
+from ....compute.attention.ops import FP8_NAMES, READ_HEADS
+from .. import drafters, versions, windows
 from ..connectors import ARRIVING, OFFLOADING
 from .features import (
     ANY,
@@ -379,13 +379,13 @@ BACKEND = Environment(
 WHOLE_LAYER_BACKEND = Environment(
     "the attention backend {backend}{whose}",
     # On a CPU vLLM takes its own, whichever is named.
-    lambda server: server.backend in WHOLE_LAYERS and (server.layers or server.platform == "cuda"),
+    lambda server: server.plans_whole_layers and (server.layers or server.platform == "cuda"),
     {SPLIT: "while the backend plans for all heads of a layer"},
     "set {setting} to {splitting_backends}",
 )
 FEW_SIZES_BACKEND = Environment(
     "the attention backend {backend}",
-    lambda server: server.platform == "cuda" and server.backend in FEW_SIZES,
+    lambda server: server.platform == "cuda" and server.backend in FEW_SIZES and not versions.splits_in_builders(),
     {STATES: "whose kernels read blocks of a few sizes, while vLLM makes blocks as large as states"},
     "set {setting} to {backends_of_any_block}",
 )
@@ -518,5 +518,7 @@ AUDIT = Environment(
 
 #: All of them, in the order of this file, which is that of messages.
 ENVIRONMENTS = tuple(each for each in tuple(globals().values()) if isinstance(each, Environment))
+#: Those of them that another attention backend may do without.
+OF_BACKENDS = (BACKEND, WHOLE_LAYER_BACKEND, FEW_SIZES_BACKEND)
 #: Those of them that loaded layers may tell of, where a configuration did not.
 OF_LAYERS = (STATES_ALONE, WINDOWS_ALONE, DISTANCES, STATES, WINDOWS, SHARED, ONE_TABLE, BACKEND, WHOLE_LAYER_BACKEND)

@@ -213,6 +213,11 @@ class Server:
         return LATENT if self.model.use_mla else BACKENDS
 
     @property
+    def plans_whole_layers(self) -> bool:
+        """Whether the backend's metadata is for all heads of a layer."""
+        return self.backend in WHOLE_LAYERS and not advice.takes_no_plan(self.vllm_config)
+
+    @property
     def setting(self) -> str:
         return "--attention-backend" if self.layers else named_backend(self.vllm_config)[1]
 
@@ -263,8 +268,12 @@ def named_backend(vllm_config: Any) -> tuple[str | None, str]:
 
     vLLM chooses when it makes the layers. Layers of other kinds may have any backend.
     """
-    attention = vllm_config.attention_config
-    kind = "mla_attention" if vllm_config.model_config.use_mla else "full_attention"
+    attention, kind = vllm_config.attention_config, kind_of(vllm_config)
     if (backend := attention.backend_per_kind.get(kind)) is not None:
         return backend.name, f"--attention-config.backend_per_kind.{kind}"
     return getattr(attention.backend, "name", None), "--attention-backend"
+
+
+def kind_of(vllm_config: Any) -> str:
+    """Return vLLM's name for the kind of layers that policies work on."""
+    return "mla_attention" if vllm_config.model_config.use_mla else "full_attention"

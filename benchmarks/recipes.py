@@ -1,0 +1,181 @@
+"""Which commands of vLLM's recipe book a KV policy serves, by device: asks the plugin's own configuration.
+
+    python benchmarks/recipes.py BOOK [--devices h200 b200] [--policies sink-window h2o adakv] [--rows FILE.csv]
+
+BOOK is a checkout of https://github.com/vllm-project/recipes. For each language model it recommends one command on a
+device: the default variant on one node, with the features that are not opt-in. The book lacks the configurations of
+these models. So one model stands for each class of recipes.json, in sizes of published models, and gets the flags of
+the commands, without those of front ends, images and experts. Nothing is loaded and no device is needed, as for
+`vllm-evict check`.
+"""
+
+import argparse
+import csv
+import json
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+CLASSES = json.loads(Path(__file__).with_suffix(".json").read_text())
+#: Flags of front ends, files, images and experts, which the models of `CLASSES` lack.
+LEFT_OUT = {
+    *("--enable-auto-tool-choice", "--tool-call-parser", "--tool-call-parser-plugin", "--tool-parser-plugin"),
+    *("--chat-template", "--reasoning-parser", "--reasoning-parser-plugin", "--generation-config"),
+    *("--served-model-name", "--tokenizer_mode", "--tokenizer-mode", "--config_format", "--config-format"),
+    *("--load_format", "--load-format", "--tokenizer", "--host", "--port", "--quantization", "--hf-overrides"),
+    *("--mm-encoder-tp-mode", "--mm-processor-cache-gb", "--limit-mm-per-prompt", "--enable-expert-parallel"),
+}
+ASK = """
+import json, sys
+from vllm_evict.integration import check
+
+check.become(sys.argv[1])
+for flags in json.load(sys.stdin):
+    try:
+        said = "served" if check.accepted(flags) else ""
+    except check.CheckError as error:
+        said = f"unknown: {error}"
+    except check.KVPolicyError as error:
+        said = "; ".join(check.refusals_of(error))
+    print(json.dumps(said), flush=True)
+"""
+
+
+class Command(NamedTuple):
+    """A recommended command.
+
+    Attributes:
+        recipe: organisation and name of the model.
+        of: entry of `CLASSES`.
+        flags: what follows the model, without `LEFT_OUT`.
+    """
+
+    recipe: str
+    of: dict[str, Any]
+    flags: tuple[str, ...]
+
+
+def commands(book: Path, device: str) -> Iterator[Command]:
+    """Yield what the book recommends on a device."""
+    profile = yaml.safe_load((book / "taxonomy.yaml").read_text())["hardware_profiles"][device]
+    for file in sorted(book.glob("models/*/*.yaml")):
+        name = f"{file.parent.name}/{file.stem}"
+        of = next((each for each in CLASSES if any(fnmatchcase(name, known) for known in each["recipes"])), None)
+        recipe = yaml.safe_load(file.read_text())
+        if of is not None and recipe["meta"].get("hardware", {}).get(device) != "unsupported":
+            yield Command(name, of, tuple(_kept(recommended(recipe, device, profile))))
+
+
+def recommended(recipe: dict[str, Any], device: str, profile: dict[str, Any]) -> list[str]:
+    """Return the flags of a recipe's recommended command, the last of two equal ones in force.
+
+    As in the book's src/lib/command-synthesis.js: flags of the model, of the device from general to exact, of features.
+    """
+    variant, keys = recipe["variants"]["default"], (profile["brand"].lower(), profile["generation"], device)
+    strategy = recipe.get("default_strategy", "single_node_tp")
+    flags = [*recipe["model"].get("base_args", ()), *variant.get("extra_args", ())]
+    flags += (recipe.get("strategy_overrides") or {}).get(strategy, {}).get("extra_args", ())
+    for overrides in (recipe.get("hardware_overrides") or {}, variant.get("hardware_overrides") or {}):
+        for key in keys:
+            flags += (overrides.get(key) or {}).get("extra_args", ())
+    degree = str(_degree(recipe, variant, profile, keys))
+    flags += ["--data-parallel-size" if strategy.endswith("dep") else "--tensor-parallel-size", degree]
+    for name, feature in (recipe.get("features") or {}).items():
+        if name not in (recipe.get("opt_in_features") or ()):
+            modes = feature.get("modes") or {}
+            mode = modes.get(feature.get("default_mode"), next(iter(modes.values()), {}))
+            flags += [*feature.get("args", ()), *mode.get("args", ())]
+    return [part for flag in map(str, flags) for part in (flag.split(" ", 1) if flag.startswith("--") else [flag])]
+
+
+def _degree(recipe: dict[str, Any], variant: dict[str, Any], profile: dict[str, Any], keys: Sequence[str]) -> int:
+    """Return on how many GPUs a model is spread: as declared, or on one if its weights fit, or on the whole node."""
+    of_strategy = (recipe.get("strategy_overrides") or {}).get("single_node_tp", {})
+    for declared in (variant.get("tp"), of_strategy.get("tp")):
+        if isinstance(declared, dict):
+            declared = next((declared[key] for key in (*keys[::-1], "default") if key in declared), None)
+        if declared:
+            return min(declared, profile["gpu_count"])
+    fits = variant.get("vram_minimum_gb", 0) <= profile["vram_gb"] / profile["gpu_count"]
+    return 1 if fits else profile["gpu_count"]
+
+
+def _kept(flags: list[str]) -> Iterator[str]:
+    """Yield flags that an engine reads, each once."""
+    last: dict[str, list[str]] = {}
+    while flags:
+        flag = flags.pop(0)
+        values = [flags.pop(0)] if flags and not flags[0].startswith("-") else []
+        last.pop(flag, None)
+        last[flag] = values
+    for flag, values in last.items():
+        if flag not in LEFT_OUT:
+            yield from (flag, *values)
+
+
+def ask(device: str, servers: list[list[str]]) -> list[str]:
+    """Return what the plugin says of servers on a device: "served", or why not, after "unknown: " if it can't tell."""
+    done = subprocess.run(
+        [sys.executable, "-c", ASK, device], input=json.dumps(servers), stdout=subprocess.PIPE, text=True, check=True
+    )
+    return list(map(json.loads, done.stdout.splitlines()))
+
+
+def answers(book: Path, device: str, policies: Sequence[str], folder: Path) -> list[tuple[Command, list[str]]]:
+    """Return for each command on a device what is said of it under each policy. Models are written to `folder`."""
+    given, servers = list(commands(book, device)), {}
+    for number, of in enumerate(CLASSES):
+        if "config" in of:
+            (folder / str(number)).mkdir(exist_ok=True)
+            (folder / str(number) / "config.json").write_text(json.dumps(of["config"]))
+    for command in given:
+        if "config" in command.of:
+            model = str(folder / str(CLASSES.index(command.of)))
+            for policy in policies:
+                servers[command.of["class"], command.flags, policy] = [model, *command.flags, "--kv-policy", policy]
+    said = dict(zip(servers, ask(device, list(servers.values())), strict=True))
+
+    def of(command: Command, policy: str) -> str:
+        return command.of.get("refused") or said[command.of["class"], command.flags, policy]
+
+    return [(command, [of(command, policy) for policy in policies]) for command in given]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("book", type=Path)
+    parser.add_argument("--devices", nargs="+", default=["h200", "b200"])
+    parser.add_argument("--policies", nargs="+", default=["sink-window", "h2o", "adakv"])
+    parser.add_argument("--rows", type=Path, help="a CSV file with a row for each command")
+    args = parser.parse_args(argv)
+    found: dict[str, list[tuple[Command, list[str]]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for device in args.devices:
+            found[device] = answers(args.book, device, args.policies, Path(folder))
+    print(f"| commands served | {' | '.join(args.devices)} |\n|---{'|---:' * len(args.devices)}|")
+    for index, policy in enumerate(args.policies):
+        counts = [f"{sum(said[index] == 'served' for _, said in rows)} of {len(rows)}" for rows in found.values()]
+        print(f"| `{policy}` | {' | '.join(counts)} |")
+    for device, rows in found.items():
+        for index, policy in enumerate(args.policies):
+            causes = Counter(said[index].split(": ", 1)[0][:150] for _, said in rows if said[index] != "served")
+            for cause, count in causes.most_common():
+                print(f"{device}, {policy}: {count} not served: {cause}")
+    if args.rows:
+        with args.rows.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["device", "recipe", "class", "flags", *args.policies])
+            for device, rows in found.items():
+                for command, said in rows:
+                    writer.writerow([device, command.recipe, command.of["class"], " ".join(command.flags), *said])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""`benchmarks/recipes.py`: the commands of a recipe book, and the count of those that are served."""
+
+import json
+
+import pytest
+import yaml
+
+PROFILES = {"hardware_profiles": {"b200": dict(brand="NVIDIA", generation="blackwell", gpu_count=8, vram_gb=1440)}}
+
+
+@pytest.fixture
+def recipes(script):
+    return script("recipes")
+
+
+def write(book, name, **changes):
+    recipe = {
+        "meta": {},
+        "model": {"base_args": ["--max-num-seqs 64", "--trust-remote-code"]},
+        "features": {
+            "tools": {"args": ["--tool-call-parser", "x"]},
+            "drafts": {"args": ["--speculative-config", "{}"]},
+        },
+        "opt_in_features": ["drafts"],
+        "variants": {"default": {"vram_minimum_gb": 100}},
+        **changes,
+    }
+    file = book / "models" / f"{name}.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(yaml.safe_dump(recipe))
+
+
+def test_commands_and_counts(recipes, tmp_path, monkeypatch, capsys):
+    (tmp_path / "taxonomy.yaml").write_text(yaml.safe_dump(PROFILES))
+    write(tmp_path, "Qwen/Qwen3-8B")
+    overrides = {"blackwell": {"extra_args": ["--max-num-seqs", "8"]}, "h200": {"extra_args": ["--enforce-eager"]}}
+    write(tmp_path, "Qwen/Qwen3-32B", hardware_overrides=overrides, variants={"default": {"vram_minimum_gb": 400}})
+    write(tmp_path, "Qwen/Qwen3-4B", meta={"hardware": {"b200": "unsupported"}})
+    write(tmp_path, "XiaomiMiMo/MiMo", variants={"default": {"tp": {"default": 2, "blackwell": 4}}})
+    write(tmp_path, "Qwen/Qwen-Image")  # none of the classes
+    flags = {command.recipe: " ".join(command.flags) for command in recipes.commands(tmp_path, "b200")}
+    assert flags == {
+        "Qwen/Qwen3-8B": "--max-num-seqs 64 --trust-remote-code --tensor-parallel-size 1",
+        "Qwen/Qwen3-32B": "--trust-remote-code --max-num-seqs 8 --tensor-parallel-size 8",
+        "XiaomiMiMo/MiMo": "--max-num-seqs 64 --trust-remote-code --tensor-parallel-size 4",
+    }
+
+    def ask(device, servers):
+        for model, *_ in servers:
+            with open(f"{model}/config.json") as file:
+                assert json.load(file)["architectures"] == ["Qwen3ForCausalLM"]
+        return ["served" if flags[-1] == "h2o" else "why: do this" for flags in servers]
+
+    monkeypatch.setattr(recipes, "ask", ask)
+    rows = tmp_path / "rows.csv"
+    recipes.main([str(tmp_path), "--devices", "b200", "--policies", "h2o", "adakv", "--rows", str(rows)])
+    said = capsys.readouterr().out.splitlines()
+    assert said[:4] == ["| commands served | b200 |", "|---|---:|", "| `h2o` | 2 of 3 |", "| `adakv` | 0 of 3 |"]
+    assert "b200, adakv: 2 not served: why" in said and len(rows.read_text().splitlines()) == 4
