@@ -399,6 +399,7 @@ def on_gpu(monkeypatch, capability, **backends):
             get_name=lambda: name,
             validate_configuration=lambda **_: reasons,
             get_supported_kernel_block_sizes=lambda: sizes,
+            supports_sink=lambda: False,
         )
 
     classes = {name: made(name, *backend) for name, backend in backends.items()}

@@ -6,7 +6,6 @@ from typing import Any
 
 from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
-from vllm.utils.flashinfer import supports_trtllm_attention
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 from vllm.v1.attention.backend import MultipleOf
@@ -135,10 +134,12 @@ def takes_no_plan(vllm_config: Any) -> bool:
     TensorRT-LLM's do, which vLLM has on Blackwell in data centers, where nothing keeps it from them.
     """
     capability = current_platform.get_device_capability()
-    if capability is None or capability.major != 10 or vllm_config.attention_config.use_trtllm_attention is False:
+    if capability is None or capability.major != 10:
         return False
-    with set_current_vllm_config(vllm_config):
-        return supports_trtllm_attention(is_prefill=True) and supports_trtllm_attention(is_prefill=False)
+    with contextlib.suppress(ImportError, OSError), set_current_vllm_config(vllm_config):
+        # Learned sinks need the same kernels, for prompts and for decodes.
+        return bool(AttentionBackendEnum["FLASHINFER"].get_class().supports_sink())
+    return False
 
 
 def _selector(vllm_config: Any) -> AttentionSelectorConfig:
