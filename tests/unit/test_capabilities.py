@@ -104,7 +104,7 @@ SERVERS = {
     "FlashInfer": ({**CUDA, "attention_config__backend": AttentionBackendEnum.FLASHINFER}, "split path select reach"),
     "FlashInfer beside states": (
         {**CUDA, **HYBRID, "attention_config__backend": AttentionBackendEnum.FLASHINFER},
-        ALL,
+        "split kvzip context host path select reach audit",
     ),
     "one table beside states": ({**HYBRID, "scheduler_config__disable_hybrid_kv_cache_manager": True}, ALL),
     "one table beside windows": ({**WINDOWS, "scheduler_config__disable_hybrid_kv_cache_manager": True}, ALL),
@@ -188,6 +188,7 @@ SERVERS = {
 }
 #: Environments that other tests refuse, because a machine, an executor or a variable makes them.
 ELSEWHERE = {"OLD_GPU", "FP8_ON_OLD_GPU", "BATCH_INVARIANT", "RUST", "OLD_RAY", "SMALL_MACHINE", "V2", "LAUNCHER"}
+ELSEWHERE |= {"FEW_SIZES_BACKEND"}
 
 
 def server_of(changes):
