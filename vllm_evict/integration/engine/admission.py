@@ -15,6 +15,7 @@ from ...core.actions import back_to_budget
 from ...core.blocks import RequestBlocks, RequestState
 from ...core.plan import Scoring
 from .hits import Hits
+from .view import EngineView
 
 logger = init_logger("vllm.evict")
 
@@ -33,7 +34,7 @@ class Admission:
         bounds: whether a request ever had a policy other than `full`.
     """
 
-    def __init__(self, scheduler: Any, hits: Hits) -> None:
+    def __init__(self, scheduler: EngineView, hits: Hits) -> None:
         self._scheduler, self._hits, self._managers = scheduler, hits, scheduler.kv_managers
         self.bounds = False
         #: Steps in a row in which no request ran.

@@ -11,6 +11,7 @@ from typing import Any
 
 from ...config import KVPolicyConfig
 from ...core.mechanisms import Mechanism
+from .view import EngineView
 
 
 def before_giving_up(cache: Any, make_room: Callable[..., bool]) -> None:
@@ -59,7 +60,7 @@ class Reads(Mechanism):
         scheduler: an `EvictionMixin`.
     """
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: EngineView) -> None:
         super().__init__(scheduler)
         cache = scheduler.kv_cache_manager
         allocate = cache.allocate_slots

@@ -28,6 +28,7 @@ from ...core.plan import SCORED, EvictionPlan, Reports, Rows
 from .hits import Hit
 from .reconstruction import Reconstructions
 from .shadows import Shadow, ShadowRequests
+from .view import EngineView
 
 logger = init_logger("vllm.evict")
 
@@ -115,7 +116,7 @@ class Audits(Mechanism):
         scheduler: an `EvictionMixin`.
     """
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: EngineView) -> None:
         super().__init__(scheduler)
         self._scheduler = scheduler
         self._drawn = random.Random(0)

@@ -11,6 +11,7 @@ from ...config import KVPolicyConfig
 from ...core.actions import Applied
 from ...core.blocks import RequestBlocks
 from ...core.mechanisms import Mechanism
+from .view import EngineView
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -23,7 +24,7 @@ class Follower(Mechanism):
         scheduler: an `EvictionMixin`, whose connector it is.
     """
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: EngineView) -> None:
         super().__init__(scheduler)
         self._scheduler = scheduler
 
@@ -79,7 +80,7 @@ class OffloadingFollower(Follower):
       workers wait until it is stored. It fences those of full attention when a request ends.
     """
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: EngineView) -> None:
         super().__init__(scheduler)
         self._stores = scheduler.connector.scheduler
         #: Request -> the tokens to store that its client asked for.
@@ -152,7 +153,7 @@ class SimpleFollower(Follower):
                     table[index] = 0
 
 
-def follow(scheduler: Any) -> Follower:
+def follow(scheduler: EngineView) -> Follower:
     """Make what follows the connector of a scheduler; where it has none, what does nothing."""
     if scheduler.connector is None:
         return Follower(scheduler)

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 from vllm.v1.request import Request
 
+from .view import EngineView
+
 
 class Hit(NamedTuple):
     """What vLLM's `_get_local_prefix_cache_hit` returns.
@@ -32,7 +34,7 @@ class Hits:
         scheduler: an `EvictionMixin`.
     """
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: EngineView) -> None:
         self._scheduler, self._cache = scheduler, scheduler.kv_cache_manager
         self._managers, self._others = scheduler.kv_managers, scheduler.other_managers
 
@@ -62,8 +64,8 @@ class Hits:
         while True:
             # Heads that keep everything need every block of the prefix.
             parts = [found[manager.kv_cache_group_id] for manager in self._managers]
-            ends = [next((i for i, block in enumerate(part) if block.is_null), None) for part in parts]
-            ends = [end for end, blocks in zip(ends, groups) if end is not None and blocks.limits is None]
+            holes = [next((i for i, block in enumerate(part) if block.is_null), None) for part in parts]
+            ends = [end for end, blocks in zip(holes, groups) if end is not None and blocks.limits is None]
             room = min([room, *(end * groups[0].block_size for end in ends)])
             if room == tokens:
                 break

@@ -13,6 +13,7 @@ from .preempted import Preempted
 from .pressure import RoomMaker
 from .reconstruction import Reconstructions
 from .shadows import ShadowRequests
+from .view import EngineView
 
 #: In the order in which their hooks are called. After an action `Poison` comes before `Offloading`, which takes blocks
 #: that come back out of what is poisoned, and `Offloading` before `Again`. `Again` decides before `Budget`.
@@ -30,7 +31,7 @@ class Mechanisms:
         scheduler: an `EvictionMixin`.
     """
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: EngineView) -> None:
         self._all: list[Mechanism] = []
         self._having: dict[str, list[Mechanism]] = {}
         #: Whether any of them reads how many blocks an allocation wanted.

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from vllm.logger import init_logger
@@ -18,6 +17,7 @@ from ...core.residence import Where
 from ...environment import poison_mode
 from ..start.attending import kv_heads
 from .spec import host_blocks
+from .view import EngineView
 
 logger = init_logger("vllm.evict")
 
@@ -29,7 +29,7 @@ class Offloading(Offload):
         scheduler: an `EvictionMixin`, with one KV group that may have holes.
     """
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: EngineView) -> None:
         super().__init__(scheduler)
         config, vllm_config = scheduler.kv_policy, scheduler.vllm_config
         self._scheduler, self._cache = scheduler, scheduler.kv_cache_manager

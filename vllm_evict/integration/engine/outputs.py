@@ -1,13 +1,12 @@
 """Adds each request's `KVUsage` to vLLM's outputs, and the counts by policy to its statistics."""
 
-from typing import Any
-
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request
 
 from ...core.usage import KVUsage
 from .carriers import EvictionOutput, EvictionStats
+from .view import EngineView
 
 
 class Usages:
@@ -17,7 +16,7 @@ class Usages:
         scheduler: an `EvictionMixin`.
     """
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: EngineView) -> None:
         self._scheduler = scheduler
         #: Requests that the front end may end with any output, by stop strings or as sessions -> the usage sent last:
         #: peak, evicted blocks of each KV group.

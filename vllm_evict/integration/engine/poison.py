@@ -1,7 +1,6 @@
 """Test mode: freed blocks are filled with NaN, so that a read of one shows."""
 
 from collections.abc import Callable
-from typing import Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
@@ -10,6 +9,7 @@ from ...core.actions import Applied
 from ...core.mechanisms import Mechanism, Step
 from ...core.plan import EvictionPlan
 from ...environment import poison_mode
+from .view import EngineView
 
 
 class Poison(Mechanism):
@@ -19,7 +19,7 @@ class Poison(Mechanism):
         scheduler: an `EvictionMixin`.
     """
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: EngineView) -> None:
         super().__init__(scheduler)
         self._allocated: list[int] = []
         for manager in (*scheduler.kv_managers, *scheduler.other_managers):

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from vllm.v1.request import Request
 
@@ -16,6 +15,7 @@ from ...core.residence import Saved
 from .hits import Hit
 from .managers import FROM_HOST
 from .offloading import Offloading
+from .view import EngineView
 
 
 class Preempted(Mechanism):
@@ -30,7 +30,7 @@ class Preempted(Mechanism):
         scheduler: an `EvictionMixin`, with one KV group that may have holes.
     """
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: EngineView) -> None:
         super().__init__(scheduler)
         self._scheduler, self._offloading = scheduler, scheduler.part(Offloading)
         (self._manager,) = scheduler.kv_managers

@@ -15,6 +15,7 @@ from ...core.plan import EvictionPlan, Reports
 from ..start.versions import waiting_with_blocks
 from .allocation import before_giving_up
 from .shadows import ShadowRequests
+from .view import EngineView
 
 logger = init_logger("vllm.evict")
 
@@ -31,7 +32,7 @@ class RoomMaker(Pressure):
 
     reads_allocations = True
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: EngineView) -> None:
         super().__init__(scheduler)
         self._scheduler, self._cache = scheduler, scheduler.kv_cache_manager
         before_giving_up(self._cache, self.make_room)

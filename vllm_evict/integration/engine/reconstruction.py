@@ -29,6 +29,7 @@ from ...core.mechanisms.base import settled
 from ...core.plan import EvictionPlan, GroupPlan, Repetition, Report, Reports, Scoring
 from ...core.reports import flaw
 from .shadows import Shadow, ShadowRequests
+from .view import EngineView
 
 logger = init_logger("vllm.evict")
 
@@ -186,7 +187,7 @@ class Reconstructions(Mechanism):
         scheduler: an `EvictionMixin`.
     """
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: EngineView) -> None:
         super().__init__(scheduler)
         self._scheduler, self._manager = scheduler, scheduler.kv_managers[0]
         self.scores = Scores(scheduler.kv_cache_manager.block_pool.num_gpu_blocks, self._forget)

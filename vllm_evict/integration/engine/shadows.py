@@ -7,7 +7,6 @@ import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutputs
@@ -16,6 +15,7 @@ from vllm.v1.request import Request, RequestStatus
 from ...config import KVPolicyConfig
 from ...core.blocks import RequestBlocks
 from ...core.mechanisms import Mechanism
+from .view import EngineView
 
 
 def for_one_token(params: SamplingParams) -> SamplingParams:
@@ -63,7 +63,7 @@ class ShadowRequests(Mechanism):
         current: the shadow that waits or runs; None if there is none.
     """
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: EngineView) -> None:
         super().__init__(scheduler)
         self._scheduler = scheduler
         self.current: Shadow | None = None
@@ -76,8 +76,8 @@ class ShadowRequests(Mechanism):
 
     def before_schedule(self) -> None:
         """Move the shadow behind all running requests: vLLM serves the last one last and preempts it first."""
-        if self.current is not None:
-            self._scheduler.running.sort(key=lambda request: request is self.current.request)
+        if (shadow := self.current) is not None:
+            self._scheduler.running.sort(key=lambda request: request is shadow.request)
 
     def after_output(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
         """Remove shadows from the outputs that clients get."""

@@ -1,15 +1,15 @@
 """The line of the log that says, when the engine starts, what the policy does."""
 
 from collections import Counter
-from typing import Any
 
 from ...core.mechanisms import Pressure
 from ..start.describe import facts, what_is_held
 from .managers import StateManager
 from .spec import EvictableSpec
+from .view import EngineView
 
 
-def start_up_line(scheduler: Any) -> str:
+def start_up_line(scheduler: EngineView) -> str:
     """Return one line: policy, bound, model runner, attention backend, KV groups."""
     groups = [scheduler.kv_cache_config.kv_cache_groups[each.kv_cache_group_id] for each in scheduler.kv_managers]
     spec: EvictableSpec = groups[0].kv_cache_spec
@@ -17,7 +17,8 @@ def start_up_line(scheduler: Any) -> str:
         scheduler.kv_policy.of_class(group.kv_cache_spec.head_class).bound(spec.block_size, scheduler.max_model_len)
         for group in groups
     ]
-    bound = None if None in bounds else sum(bounds)
+    known = [bound for bound in bounds if bound is not None]
+    bound = sum(known) if len(known) == len(bounds) else None
     # Bands of one policy share its budget; classes of heads have policies of their own.
     split = scheduler.kv_policy.allocator.splits == "classes"
     parts = scheduler.kv_policy.classes.values() if split else [scheduler.kv_policy]

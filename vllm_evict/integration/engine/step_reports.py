@@ -1,7 +1,6 @@
 """Takes what workers report. A block that only drafts have begun has no score before they are accepted."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -11,6 +10,7 @@ from vllm.v1.request import Request
 from ...core.mechanisms.base import settled
 from ...core.plan import REPORTS, EvictionPlan, Reports
 from ...core.reports import Inbox
+from .view import EngineView
 
 
 class StepReports:
@@ -20,7 +20,7 @@ class StepReports:
         scheduler: an `EvictionMixin`.
     """
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: EngineView) -> None:
         self._scheduler, self._inbox = scheduler, Inbox()
         #: Request -> drafts of it that the step that is done has accepted.
         self._accepted: dict[str, int] = {}

@@ -1,0 +1,93 @@
+"""The scheduler, as its parts and the engine's own mechanisms see it."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from vllm.config import VllmConfig
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.request_queue import RequestQueue, SchedulingPolicy
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.request import Request
+
+from ...core.actions import Action
+from ...core.blocks import RequestBlocks
+from ...core.mechanisms.base import M, SchedulerView
+from .managers import EvictableManager, SlidingManager, StateManager
+from .tally import Tally
+
+
+class MechanismsView(Protocol):
+    """The mechanisms of a scheduler, as its parts see them (`mechanisms.Mechanisms`)."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def of(self, kind: type[M]) -> list[M]:
+        """Return the server's mechanisms of a class."""
+        ...
+
+    def call(self, hook: str, *args: Any) -> None:
+        """Call a hook of all mechanisms, in order."""
+        ...
+
+
+class EngineView(SchedulerView, Protocol):
+    """`EvictionMixin`, with what its parts read of vLLM's scheduler.
+
+    Attributes:
+        kv_managers: managers of the KV groups that may have holes, in the order of `Group.number`.
+        other_managers: those of sliding windows and of states.
+        mechanisms: of the server.
+        tally: counts for /metrics.
+        residents: request -> its blocks in the first KV group that may have holes.
+        resets: whether the prefix cache is being reset.
+        others: vLLM's own.
+    """
+
+    kv_managers: list[EvictableManager]
+    other_managers: list[SlidingManager | StateManager]
+    mechanisms: MechanismsView
+    tally: Tally
+    resets: bool
+
+    vllm_config: VllmConfig
+    kv_cache_config: KVCacheConfig
+    kv_cache_manager: KVCacheManager
+    encoder_cache_manager: Any
+    connector: Any
+    running: list[Request]
+    waiting: RequestQueue
+    policy: SchedulingPolicy
+    max_model_len: int
+    max_num_running_reqs: int
+    num_spec_tokens: int
+    num_lookahead_tokens: int
+    defer_block_free: bool
+    reset_preempted_req_ids: set[str]
+
+    @property
+    def residents(self) -> dict[str, RequestBlocks]: ...
+
+    @property
+    def pause_state(self) -> PauseState: ...
+
+    def blocks_of(self, req_id: str) -> list[RequestBlocks]:
+        """Return the blocks of a request in each KV group that may have holes."""
+        ...
+
+    def apply(self, action: Action) -> None:
+        """Carry out an action of a mechanism."""
+        ...
+
+    def frees_with(self, free: Callable[[list[KVCacheBlock]], None]) -> None:
+        """Have blocks that requests lost freed by `free`."""
+        ...
+
+    def add_request(self, request: Request) -> None: ...
+
+    def finish_requests(self, *args: Any, **kwargs: Any) -> list[Request]: ...
+
+    def get_num_unfinished_requests(self) -> int: ...
+
+    def _free_request_blocks(self, request: Request) -> None: ...
