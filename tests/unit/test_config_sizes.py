@@ -296,3 +296,16 @@ def test_what_a_servers_user_did_not_give_follows_a_requests_budget(server, bloc
             picked += 1
             assert limits.sink or not POLICIES[name].defaults["sink"]
     assert picked > 5
+
+
+@pytest.mark.parametrize("recent", [1, 33, 128, 150, 256])
+def test_a_request_that_reaches_the_host_has_a_room_beside_its_recent_blocks(recent):
+    """Recent tokens lie in one block more than they fill; a hole among them would be read."""
+    sizes = {"budget": 512, "sink": 128, "recent": recent, "buffer": 0}
+    config = parse({"name": "full", "evict": "host", "host": "1GiB", **sizes})
+    for block_size in (16, 32, 128, 512):
+        limits = config.limits(block_size, 5000)
+        room, blocks = config.room(limits, block_size)
+        spans = [{(first + token) // block_size for token in range(recent)} for first in range(block_size)]
+        assert blocks == max(map(len, spans))
+        assert room >= 1 and limits.sink + room + blocks == limits.budget

@@ -175,7 +175,9 @@ class Reach(Source):
 
     def read(self, call: LayerCall, rows: ReachRows, table: torch.Tensor) -> None:
         """Choose what rows read in one layer, bring it to the device, and write it into the table."""
-        place, layer = call.place, call.layer
+        place, layer, logits = call.place, call.layer, logits_of(call.layer)
+        if logits["sinks"] is not None:
+            logits["sinks"] = logits["sinks"].float()
         from_host, in_room = reach(
             rows,
             call.query,
@@ -186,7 +188,7 @@ class Reach(Source):
             self.host.blocks.pages_of(place),
             table,
             layer.impl.scale,
-            **logits_of(layer),
+            **logits,
             step=self._steps,
         )
         self.counts.update(from_host=from_host, in_room=in_room)

@@ -125,6 +125,8 @@ class Sizes(Frozen):
         if self._share not in (None, 1):
             minimum = self.minimum(block_size, prompt_len)
             budget = max(minimum, minimum - 1 + round(self._share * (budget - minimum + 1)))
+        if self.reaches:  # a room of one block at least; older blocks are holes, which layers can't read as recent ones
+            budget = max(budget, math.ceil(sizes["sink"] / block_size) + _spanned(sizes["recent"], block_size) + 1)
         tokens = budget * block_size
         if isinstance(self.budget, int) and budget == math.ceil(self.budget / block_size):
             tokens = self.budget
@@ -168,7 +170,7 @@ class Sizes(Frozen):
         Recent blocks hold `select_recent` tokens wherever the newest one lies in its block. The rule of `Sizes` holds:
         `select` is the budget.
         """
-        recent = -(-(max(self.select_recent, 1) - 1) // block_size) + 1
+        recent = _spanned(self.select_recent, block_size)
         blocks, sinks = -(-self.select // block_size), -(-self.select_sink // block_size)
         if "select_recent" not in self.given:
             recent = min(recent, max(blocks // SHARES["recent"], 1))
@@ -191,8 +193,8 @@ class Sizes(Frozen):
 
         Recent blocks hold the recent tokens wherever the newest one lies in its block.
         """
-        recent = -(-(max(limits.recent, 1) - 1) // block_size) + 1
-        return max(limits.budget - limits.sink - recent, 1), recent
+        recent = _spanned(limits.recent, block_size)
+        return limits.budget - limits.sink - recent, recent
 
     def chosen(self: C, room: int, sinks: int, recent: int, block_size: int) -> int:
         """Return the blocks that a decode chooses under `read`, beside sinks and recent blocks; at most its room."""
@@ -262,3 +264,8 @@ class Sizes(Frozen):
         for token in self.instruction:
             if token >= vocab_size:
                 raise KVPolicyError(f"instruction: {token} is no token of the model, whose ids are below {vocab_size}")
+
+
+def _spanned(tokens: int, block_size: int) -> int:
+    """Return the most blocks that so many successive tokens lie in; one at least."""
+    return -(-(max(tokens, 1) - 1) // block_size) + 1
