@@ -13,6 +13,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm_evict.core.audit import CLEARLY
 from vllm_evict.integration.engine import audits
 from vllm_evict.integration.engine.audits import Audits
+from vllm_evict.integration.engine.pressure import RoomMaker
 from vllm_evict.integration.engine.shadows import ShadowRequests
 from vllm_evict.integration.worker.scored import Scorer
 
@@ -292,11 +293,25 @@ def test_a_backlog_holds_nothing_up(request, audited, make):
                 server.core.step_fn()
         end()
         assert len(part) == 0 and shadows.current is None and skipped(server)[why] == before + 3
+        assert "aborted" not in skipped(server)  # a shadow that is withdrawn is no client's request
         for _ in range(4):
             server.core.step_fn()
         assert not server.scheduler.has_requests() and not server.scheduler.requests
         server.scheduler.set_pause_state(PauseState.UNPAUSED)
     assert not audited
+    server.assert_nothing_left()
+
+
+def test_no_request_loses_blocks_for_a_shadow(engine, monkeypatch):
+    """A shadow whose first allocation fails, though it fitted when the step began, waits."""
+    server = engine(H2O | {"when": "pressure"})
+    server.generate([random_prompt(300, 1)], max_tokens=4)
+    relieved, maker = [], server.scheduler.part(RoomMaker)
+    monkeypatch.setattr(maker, "_relieve", lambda request, *_: relieved.append(request) or True)
+    server.scheduler.part(Audits).before_schedule()
+    shadow = server.scheduler.part(ShadowRequests).current.request
+    assert not maker.make_room(shadow, chunk=lambda: 10**6, reserved=0, hit=(), watermark=False) and not relieved
+    settle(server)
     server.assert_nothing_left()
 
 

@@ -221,6 +221,8 @@ class Audits(Mechanism):
         unfinished = scheduler.get_num_unfinished_requests()
         if unfinished > len(scheduler.running) or self._others_first():
             return
+        if unfinished and not self._shadows.fits(1):
+            return  # no answer fits, however short
         pool = scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
         for answer in list(self._backlog):
             if unfinished and now - answer.since < self.idle_only:
@@ -344,7 +346,7 @@ class Audits(Mechanism):
         if self._skips:
             listed = ", ".join(f"{why} {count}" for why, count in sorted(self._skips.items()))
             parts.append(f"not audited: {listed}")
-        logger.info("KV policy %s: answers audited: %s", self.view.kv_policy.name, "; ".join(parts))
+        logger.info("KV policies, answers audited: %s", "; ".join(parts))
         self._firsts.clear()
 
     def _judge_target(self) -> None:
@@ -360,9 +362,9 @@ class Audits(Mechanism):
         if seen := int(control["requests"]):
             same = f" Of {seen} answers that lost nothing {int(control['identical'])} are identical."
         logger.warning(
-            "KV policy %s got %d of %d audited answers identical to those of full attention (%.3f to %.3f); expected "
+            "KV policies got %d of %d audited answers identical to those of full attention (%.3f to %.3f); expected "
             "the target %.3f or more: raise the budget, or pick another policy.%s Said once.",
-            self.view.kv_policy.name, counts["identical"], n, low, high, target, same,
+            counts["identical"], n, low, high, target, same,
         )  # fmt: skip
 
 

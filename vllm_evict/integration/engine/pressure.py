@@ -68,8 +68,10 @@ class RoomMaker(Pressure):
             Whether the pool has room for the request now. If not, no block was freed.
         """
         scheduler, runs = self._scheduler, request.status == RequestStatus.RUNNING
-        if any(each.lent for each in scheduler.mechanisms.of(ShadowRequests)):
-            return False  # vLLM preempts the shadow first; a waiting request comes once it is withdrawn
+        if any(each.lent or each.owns(request.request_id) for each in scheduler.mechanisms.of(ShadowRequests)):
+            # No request loses a block for a shadow. vLLM preempts the shadow first, and a waiting request comes once it
+            # is withdrawn.
+            return False
         wanted = sum(manager.wanted for manager in (*scheduler.kv_managers, *scheduler.other_managers))
         missing = max(wanted, chunk()) + reserved - self._cache.block_pool.get_num_free_blocks()
         if not runs and watermark:

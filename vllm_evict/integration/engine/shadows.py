@@ -94,12 +94,12 @@ class ShadowRequests(Mechanism):
         return [request for request in finished if request.request_id not in self._hidden]
 
     def owns(self, req_id: str) -> bool:
-        """Return whether a request is the shadow."""
-        return self.current is not None and self.current.request.request_id == req_id
+        """Return whether a request is the shadow, or one that has ended with this step or call."""
+        return req_id in self._hidden
 
     @property
     def lent(self) -> int:
-        """Blocks that the shadow holds, which any running request gets that lacks some."""
+        """Blocks that the shadow holds. A running request that lacks blocks gets them."""
         if self.current is None or self.current.request.is_finished():
             return 0
         return int(self._scheduler.residents[self.current.request.request_id].state.held_blocks)
