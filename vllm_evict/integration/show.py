@@ -76,13 +76,15 @@ def run(model: str, config: KVPolicyConfig, text: str, max_tokens: int, options:
         (config.granularity == "token", "granularity: token"),
         (config.evict == "host", "evict: host"),
         (config.context is not None, "a context"),
+        (config.selects, "select, which full attention would follow too"),
     ):
         if refused:
             raise KVPolicyError(f"show got {what}; expected a policy that evicts whole blocks for all heads")
     from vllm import LLM, SamplingParams
 
     allow = sorted({*(config.allow or ()), "full"})
-    llm = LLM(model, kv_policy=config.to_dict() | {"allow": allow}, **{"enable_prefix_caching": False, **options})
+    caches = {"enable_prefix_caching": config.reconstructs}  # a second pass over the prompt hits its blocks
+    llm = LLM(model, kv_policy=config.to_dict() | {"allow": allow}, **(caches | options))
     try:
         tokenizer = llm.get_tokenizer()
         ids = tokenizer(text)["input_ids"]
