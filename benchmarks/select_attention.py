@@ -22,6 +22,7 @@ from vllm_evict.compute.probes import LayerCall
 from vllm_evict.compute.select import Selection
 from vllm_evict.compute.work import StepWork
 from vllm_evict.config import KVPolicyConfig
+from vllm_evict.core.offload import Copy
 
 DIM, BLOCK = 64, 32
 
@@ -45,7 +46,7 @@ def measure(heads: int, kv_heads: int, tokens: int, select: int, repeats: int) -
     config = KVPolicyConfig.parse({"name": "full", "select": select, "dense_layers": 0})
     selection = Selection(config, BLOCK, [0], LayerStore(CPUOps, lambda: [(layer, cache)]), torch.device("cpu"))
     selection.allocate(Room(blocks + 1))
-    selection.refresh(range(1, blocks + 1))
+    selection.copied([Copy("r", 0, "fetch", block, 0) for block in range(1, blocks + 1)])
     table = 1 + torch.randperm(blocks).int()[None]
     starts, held = np.array([0, 1], np.int32), np.array([tokens], np.int32)
     metadata = SimpleNamespace(block_table=table, query_start_loc=torch.from_numpy(starts), num_actual_tokens=1)
@@ -65,6 +66,7 @@ def measure(heads: int, kv_heads: int, tokens: int, select: int, repeats: int) -
             lens=lens,
             written=table,
             table=table,
+            filled=lambda block_size: None,
         )
         work = StepWork([], np.zeros(1, np.int64), np.ones(1, np.int32), lens, selection.step(batch))
         work.do(LayerCall(CPUOps, layer, 0, query, cache, metadata, output))
