@@ -73,7 +73,8 @@ class Requests(Frozen):
             return self
         if name == "full":
             if sizes:
-                raise KVPolicyError(f"kv_policy 'full' keeps everything: it takes no {next(iter(sizes))}")
+                why = "has the sizes of the server here" if self.reaches else "keeps everything"
+                raise KVPolicyError(f"kv_policy 'full' {why}: it takes no {next(iter(sizes))}")
             return type(self)(name="full", **self._selection())
         if self.allocator.splits == "classes":
             split: C = self._with_retrieval(sizes, prompt_len, block_size)

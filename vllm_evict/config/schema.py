@@ -254,7 +254,7 @@ def _keeps_on_the_host(config: KVPolicyConfig) -> None:
     changed = [option.name for option in TIER if getattr(config, option.name) != option.default]
     if config.evict != "host":
         if config.read:
-            raise ValueError("read: decodes read blocks of the host by it: it needs evict: host; use select without")
+            raise ValueError("read: decodes read blocks of the host by it: it needs evict: host; else use select")
         if config.keeps_all and (sizes := sorted(config.given & {"budget", "buffer", "sink", "recent"})):
             raise ValueError(f"{sizes[0]}: 'full' keeps everything on the device: it needs evict: host")
         if changed:

@@ -22,7 +22,7 @@ class Copy(Order):
         logical: block of the request, of a `spill`.
     """
 
-    #: Blocks that come back with the plan are saved by it too.
+    #: A preempted request may be saved with blocks that the same plan brings back.
     saves: ClassVar[bool] = True
 
     kind: str

@@ -87,7 +87,7 @@ class Order:
         group: index of the KV group.
     """
 
-    #: Whether it is carried out for a request that has given back its blocks, if these are saved.
+    #: Whether the order is still carried out for a preempted request whose blocks are saved.
     saves: ClassVar[bool] = False
 
     req_id: str
@@ -134,7 +134,7 @@ class Trouble(NamedTuple):
     missing: list[tuple[str, int]]
 
     def after(self, earlier: "Trouble | None") -> "Trouble":
-        """Return this trouble with all that is missing by an earlier one."""
+        """Return this trouble, with the missing blocks of an earlier one added."""
         return self if earlier is None else Trouble(self.why, earlier.missing + self.missing)
 
 
@@ -228,7 +228,7 @@ class EvictionPlan:
 
         Args:
             req_id: id of the request.
-            saved: whether its blocks are saved; then orders that save (`Order.saves`) stay.
+            saved: whether its blocks are saved; then its orders with `Order.saves` stay.
         """
         for group in self.groups:
             for told in (group.missing, group.track, group.triggers, group.scored, group.rooms, self.rewound):

@@ -10,7 +10,7 @@ from .device import DeviceOps
 
 
 class KernelBlocks(DeviceOps):
-    """A base before that of the backend. It converts blocks and their mass; shapes are those of `BackendOps`.
+    """Converts blocks and their mass for a backend's `BackendOps`, which come after it among a class's bases.
 
     vLLM splits a block of the pool into n kernel blocks: block b is kernel blocks n * b to n * b + n - 1. Layers have
     their caches by kernel blocks, and metadata has its block table by them (see `compute.kernel_blocks`).

@@ -23,7 +23,7 @@ OPS = {
 }
 #: Backends of multi-head latent attention (MLA), on a CPU and on a device.
 LATENT = ("CPU_MLA", "AMX_MLA", "FLASHINFER_MLA", "FLASHMLA", "FLASH_ATTN_MLA", "TRITON_MLA")
-#: Backends whose metadata may be for all heads of a layer. They run policies that split heads where it is not.
+#: Backends some of whose kernels plan for all heads of a layer. Policies that split heads run with their other kernels.
 WHOLE_LAYERS = ("FLASHINFER",)
 #: Sizes of heads that the kernels for a device read.
 READ_HEADS = range(16, 257)
@@ -111,7 +111,7 @@ class BackendOps(Protocol):
         ...
 
     def for_parts(self, builder: Any) -> None:
-        """Let the backend's builder make metadata that serve any part of a layer's heads."""
+        """Make the backend's builder build metadata that serve any part of a layer's heads."""
         ...
 
     def dequantised(self, layer: Any, query: Any) -> Any:
@@ -217,7 +217,7 @@ class WithStockMetadata:
 
     @staticmethod
     def for_parts(builder: Any) -> None:
-        """Do nothing: metadata do."""
+        """Do nothing: the metadata serve any heads already."""
 
     @staticmethod
     def outruns(layer: Any) -> bool:

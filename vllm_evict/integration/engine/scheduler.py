@@ -269,7 +269,7 @@ class EvictionMixin(Base):
         target = manager.blocks_at(req_id, action.writes)
         pure = blocks.pure_tokens
         # None: layers read all blocks, though some are holes.
-        if len(action.writes) and pure is not None and not blocks.config.reaches:
+        if len(action.writes) and pure is not None:
             # Published blocks stay published; blocks that follow them are never published.
             blocks.pure_tokens = min(pure, manager.published_tokens(req_id))
         if whole and blocks.pure_tokens is not None:

@@ -518,7 +518,7 @@ AUDIT = Environment(
 
 #: All of them, in the order of this file, which is that of messages.
 ENVIRONMENTS = tuple(each for each in tuple(globals().values()) if isinstance(each, Environment))
-#: Those of them that another attention backend may do without.
+#: Those of them that depend on the attention backend: another one may not have them.
 OF_BACKENDS = (BACKEND, WHOLE_LAYER_BACKEND, FEW_SIZES_BACKEND)
 #: Those of them that loaded layers may tell of, where a configuration did not.
 OF_LAYERS = (STATES_ALONE, WINDOWS_ALONE, DISTANCES, STATES, WINDOWS, SHARED, ONE_TABLE, BACKEND, WHOLE_LAYER_BACKEND)

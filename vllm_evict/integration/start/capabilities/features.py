@@ -75,7 +75,8 @@ KVZIP = Feature(
     lambda server: server.config.reconstructs,
     'leave kvzip out of name and "allow" (snapkv, h2o and keydiff need no second pass)',
 )
-HOST = Feature("evict: host", lambda server: server.config.evict == "host", "set evict: drop")
+OFF_THE_HOST = "set evict: drop (under full also leave budget, host and read out)"
+HOST = Feature("evict: host", lambda server: server.config.evict == "host", OFF_THE_HOST)
 REACH = Feature(
     "evict: host under full", lambda server: server.config.reaches, "use h2o with evict: host and recall: quest"
 )
