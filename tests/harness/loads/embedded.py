@@ -285,12 +285,8 @@ class Run:
         if not lost and self.stock is not None and number % 4 == 0 and item.get("n", 1) == 1 and "stop" not in item:
             got = [row[token].logprob for row, token in zip(output.outputs[0].logprobs, tokens)]
             want = self.stock.logprobs(live.prompt, tokens)
-            np.testing.assert_allclose(
-                got,
-                want,
-                atol=FP8_TOLERANCE if self.case.kind == "fp8" else LOGPROB_TOLERANCE,
-                err_msg=f"request {number}, without evicted blocks",
-            )
+            atol = FP8_TOLERANCE if self.case.kind == "fp8" else LOGPROB_TOLERANCE
+            np.testing.assert_allclose(got, want, atol=atol, err_msg=f"request {number}, without evicted blocks")
             self.counts["answers compared"] += 1
 
     def _check_step(self):
@@ -308,6 +304,7 @@ class Run:
         plan = self.engine.scheduler._plan
         coming = {copy.physical for copy in orders_of(plan, Copy) if copy.kind == "fetch"}
         coming |= {block for order in plan.orders if not isinstance(order, Copy) for block in order.target}
+        coming |= self._host.unread() if self._host is not None else set()
         for group, slices in zip(self.engine.all_managers, self._slices):
             blocks = {block.block_id for table in group.req_to_blocks.values() for block in table if not block.is_null}
             blocks = sorted(blocks - coming)

@@ -21,8 +21,9 @@ class HostMemory:
         host = part_of(engine.runtime, Offload).blocks
         self._pages = [numbers(page) for page in host.pages.own]
         self._tensors = [*self._pages, *host._bounds]
-        if (reach := part_of(engine.runtime, Reach)) is not None:
-            self._tensors += [boxes[reach._pool :] for boxes in reach._boxes]
+        self._reach = part_of(engine.runtime, Reach)
+        if self._reach is not None:
+            self._tensors += [boxes[self._reach._pool :] for boxes in self._reach._boxes]
         if not self.pool.used:
             with torch.inference_mode():
                 for each in self._tensors:
@@ -54,6 +55,18 @@ class HostMemory:
                 assert not is_nan[number].any(), f"host block {number} of {held[number]} holds NaN"
         for each in self._pages:
             assert not torch.isnan(each[sorted(saved - coming)]).any(), "a host block of a preempted request holds NaN"
+
+    def unread(self):
+        """Return the blocks of the pool in rooms which some layer has not filled yet; it reads them only then."""
+        (manager,), (group,) = self.scheduler.kv_managers, self.scheduler.next_plan.groups
+        rooms = {req_id: (room, None) for req_id, room in group.rooms.items()}
+        rooms |= {req_id: (its.room, its.slot) for req_id, its in (self._reach._of if self._reach else {}).items()}
+        found = set()
+        for req_id, (room, slot) in rooms.items():
+            for place, block in enumerate(manager.req_to_blocks.get(req_id, ())[room.first : room.first + room.blocks]):
+                if slot is None or (self._reach._held[:, slot, place] < 0).any():
+                    found.add(block.block_id)
+        return found
 
     def check_end(self):
         """All is free."""
