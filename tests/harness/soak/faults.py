@@ -208,9 +208,8 @@ def books(core):
     found["held"] = sum(sum(manager.held.values()) for manager in evictable)
     found["over trigger"] = sum(len(manager._over_trigger) for manager in evictable)
     found["stoppable"] = len(scheduler.usages._stoppable)
-    found["plan"] = sum(
-        len(getattr(group, name)) for group in scheduler._plan.groups for name in ("holes", "moved", "track")
-    )
+    found["plan"] = sum(len(group.track) for group in scheduler._plan.groups)
+    found["plan"] += sum(len(manager.changes) for manager in evictable)
     from vllm_evict.integration.engine.reconstruction import Reconstructions  # vLLM is imported by now
 
     for reconstructions in scheduler.mechanisms.of(Reconstructions):
