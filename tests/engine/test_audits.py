@@ -1,4 +1,4 @@
-"""Audits: what full attention says of answers is what stock vLLM says, and nobody else notices."""
+"""Audits: what full attention says of answers is what stock vLLM says, and no other request notices."""
 
 import itertools
 import logging
