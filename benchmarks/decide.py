@@ -250,7 +250,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lean", type=float, default=0.0, help="weight of a direction that all keys of a head share")
     # Policies that decide block by block with what their own requests hold: no bands, reconstructions or bounds.
     measured = frozenset().union(RUNNING, CACHED)
-    others = [name for name, each in POLICIES.items() if "buffer" in each.defaults and each.measures <= measured]
+    others = [name for name, each in POLICIES.items() if "protect" in each.defaults and each.measures <= measured]
     others = [name for name in others if not (POLICIES[name].allocator.splits or POLICIES[name].reconstructs)]
     parser.add_argument("--policies", nargs="+", choices=others, default=others, metavar="POLICY")
     group = parser.add_argument_group("model (random weights)")
