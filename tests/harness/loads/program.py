@@ -365,6 +365,8 @@ class Maker:
             values |= {"granularity": "token", "when": "budget"}
             if self._chance(0.2):
                 values["merge"] = pick(("d2o", "ems"))
+        if name == "full":  # its sizes are for blocks on the host
+            options -= {"budget", "buffer", "sink", "recent"}
         chosen |= {option: value for option, value in values.items() if option in options}
         chosen |= {"when": "budget"} if chosen.get("when") not in policy.triggers and "when" in chosen else {}
         if "context" in chosen:
