@@ -53,13 +53,13 @@ class Hits:
         alone = len(self._managers) + len(self._others) == 1
         if alone and hit.tokens > most and limited:
             return hit._replace(blocks=self._cache.truncate_computed_blocks(hit.blocks, most), tokens=most)
-        return hit if alone or not hit.tokens else self._jointly(request, hit, most if limited else hit.tokens)
+        return hit if alone or not hit.tokens else self._jointly(request, hit, most, limited)
 
-    def _jointly(self, request: Request, hit: Hit, most: int) -> Hit:
+    def _jointly(self, request: Request, hit: Hit, most: int, limited: bool) -> Hit:
         """Return a hit in several KV groups, cut to what the pool can hold, with holes only where they may be."""
         groups, tokens = self._scheduler.blocks_of(request.request_id), hit.tokens
         found, room = list(hit.blocks.blocks), tokens
-        if tokens > most:
+        if limited and tokens > most:
             room = most  # of a shorter prefix, streaming heads and sliding windows need other blocks
         while True:
             # Heads that keep everything need every block of the prefix.
