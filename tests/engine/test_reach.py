@@ -75,11 +75,11 @@ def test_answers_are_those_of_a_dense_model_that_chooses_for_itself(engine, deep
     assert_nothing_left(server)
 
 
-def test_a_context_is_computed_as_stock_computes_it(engine, poisoned):
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+def test_a_context_is_computed_as_stock_computes_it(engine, poisoned, dtype):
     """Log-probabilities of a prompt of 30 chunks, and its first token, with 8 blocks between chunks."""
-    subject, stock = (
-        engine(policy, max_num_batched_tokens=32, enable_prefix_caching=False) for policy in (REACH, None)
-    )
+    options = {"max_num_batched_tokens": 32, "enable_prefix_caching": False, "kv_cache_dtype": dtype}
+    subject, stock = (engine(policy, **options) for policy in (REACH, None))
     prompts = [random_prompt(960), random_prompt(480, 1)]
     ours, theirs = (server.generate(prompts, max_tokens=1, prompt_logprobs=0) for server in (subject, stock))
     for our, their in zip(ours, theirs):
