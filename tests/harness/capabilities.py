@@ -6,7 +6,8 @@ python tests/harness/capabilities.py
 import re
 
 from vllm_evict.integration.start.capabilities import environments as of
-from vllm_evict.integration.start.capabilities.environments import ENVIRONMENTS, Environment
+from vllm_evict.integration.start.capabilities.environment import Environment
+from vllm_evict.integration.start.capabilities.environments import ENVIRONMENTS
 from vllm_evict.integration.start.capabilities.features import ANY, Feature
 
 #: What a row is about, where messages name it by facts of a server, or where models of the kind have names.

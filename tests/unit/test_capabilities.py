@@ -11,7 +11,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_evict.config import KVPolicyConfig
 from vllm_evict.integration.start.capabilities import environments, features, refuse
-from vllm_evict.integration.start.capabilities.environments import ENVIRONMENTS, UNTRIED
+from vllm_evict.integration.start.capabilities.environment import UNTRIED
+from vllm_evict.integration.start.capabilities.environments import ENVIRONMENTS
 from vllm_evict.integration.start.capabilities.server import Layers, Server
 
 H2O = {"name": "h2o", "budget": 512, "recent": 64}

@@ -1,14 +1,12 @@
 """What a server may be, and what of a policy or of itself that cannot stand: the table of all refusals."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-
 import vllm.envs as envs
 from vllm.v1.executor.abstract import Executor
 
 from ....compute.attention.ops import FP8_NAMES, READ_HEADS
 from .. import drafters, versions, windows
 from ..connectors import ARRIVING, OFFLOADING
+from .environment import UNTRIED, Environment
 from .features import (
     ANY,
     CONTEXT,
@@ -25,37 +23,15 @@ from .features import (
     SELECT,
     SPLIT,
     TOKENS,
-    Feature,
 )
-from .server import FP8_CAPABILITY, NGRAM, Server
+from .server import FP8_CAPABILITY, NGRAM
 
-#: Why a pair is refused of which nothing is known to be wrong.
-UNTRIED = "which no test runs"
 #: Methods of speculative decoding that are served.
 METHODS = (*drafters.WITHOUT_LAYERS, *drafters.WITH_LAYERS)
 #: KV connectors that are served.
 CONNECTORS = (*ARRIVING, *OFFLOADING)
 #: The least compute capability that the plugin's kernels were compiled for: older GPUs have too little shared memory.
 LEAST_CAPABILITY = (8, 0)
-#: Attention backends whose kernels read blocks of a few sizes; others read any multiple of 16, or do so on most GPUs.
-FEW_SIZES = ("FLASHINFER",)
-
-
-@dataclass(frozen=True, eq=False)
-class Environment:
-    """A part of a server. Texts have facts of the `Server` in braces.
-
-    Attributes:
-        name: as messages name it.
-        of: whether a server is one.
-        cannot_stand: feature, or other environment -> why the two do not go together; "": there is no more to say.
-        instead: what a user sets to have another environment; "": it is the model's.
-    """
-
-    name: str
-    of: Callable[[Server], object]
-    cannot_stand: "Mapping[Feature | Environment, str]"
-    instead: str = ""
 
 
 # --- platform, front end, executor -----------------------------------------------------------------------------------
@@ -385,7 +361,7 @@ WHOLE_LAYER_BACKEND = Environment(
 )
 FEW_SIZES_BACKEND = Environment(
     "the attention backend {backend}",
-    lambda server: server.platform == "cuda" and server.backend in FEW_SIZES and not versions.splits_in_builders(),
+    lambda server: server.platform == "cuda" and server.backend == "FLASHINFER" and not versions.splits_in_builders(),
     {STATES: "whose kernels read blocks of a few sizes, while vLLM makes blocks as large as states"},
     "set {setting} to {backends_of_any_block}",
 )

@@ -7,7 +7,8 @@ from vllm.logger import init_logger
 
 from ....config import KVPolicyConfig, KVPolicyError
 from ....environment import decode_kernel
-from .environments import ENVIRONMENTS, OF_LAYERS, Environment
+from .environment import Environment
+from .environments import ENVIRONMENTS, OF_LAYERS
 from .features import ANY, Feature
 from .server import Layers, Server
 

@@ -1,0 +1,27 @@
+"""What is said of each part of a server in the table of refusals (`environments`)."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from .features import Feature
+from .server import Server
+
+#: Why a pair is refused of which nothing is known to be wrong.
+UNTRIED = "which no test runs"
+
+
+@dataclass(frozen=True, eq=False)
+class Environment:
+    """A part of a server. Texts have facts of the `Server` in braces.
+
+    Attributes:
+        name: as messages name it.
+        of: whether a server is one.
+        cannot_stand: feature, or other environment -> why the two do not go together; "": there is no more to say.
+        instead: what a user sets to have another environment; "": it is the model's.
+    """
+
+    name: str
+    of: Callable[[Server], object]
+    cannot_stand: "Mapping[Feature | Environment, str]"
+    instead: str = ""
