@@ -92,14 +92,16 @@ class Ops:
     def kv_heads(self, kv_cache):
         return HEADS
 
-    def mass(self, layer, query, kv_cache, metadata, weights, out, per_token=False, last=None):
+    def mass(self, call, measured):
+        out, weights = measured.out, measured.weights
         total = 1.0 if weights is None else weights.sum()
         out += HEADS // out.shape[1] * total * torch.arange(1.0, out.shape[2] + 1)
 
-    def mass_of(self, layer, query, kv_cache, metadata, queries, width):
+    def mass_of(self, call, queries, width):
         return on_device(torch.rand(len(queries.tokens), HEADS, width, generator=torch.Generator().manual_seed(0)))
 
-    def decode(self, layer, query, kv_cache, metadata, output, rows, seq_lens, weights, out, per_token=False):
+    def decode(self, call, rows, seq_lens, measured):
+        out, weights = measured.out, measured.weights
         if out is not None:
             assert (rows >= -1).all() and len(rows) <= len(out)
             of_row = 1.0 if weights is None else weights[: len(out), None, None]

@@ -16,6 +16,7 @@ from vllm_evict.compute.attention.triton import TritonOps
 from vllm_evict.compute.kernels.compact import is_ordered
 from vllm_evict.compute.kernels.paged import PagedAttention
 from vllm_evict.compute.kernels.queries import Queries
+from vllm_evict.compute.probes import LayerCall, Measured
 from vllm_evict.compute.work import HeadSlice
 from vllm_evict.integration.worker import split
 from vllm_evict.integration.worker.backend import STEP_WORK, working_impl
@@ -87,14 +88,19 @@ def test_fp8_pages_and_queries_are_attended_to_as_what_they_stand_for(per_token)
     results = []
     for its, caches in ((layer, pages), (plain, real)):
         mass, decoded, output = (torch.zeros(2, 2, 3 * BLOCK), torch.zeros(2, 2, 3 * BLOCK), torch.zeros(4, 4, 32))
-        ops.mass(its, query[:, 2:], caches[1], metadata, None, mass, per_token)
-        ops.decode(its, query[:, 2:], caches[1], metadata, output, rows, lens, None, decoded, per_token)
-        of_each = ops.mass_of(its, query[:, 2:], caches[1], metadata, queries, 3)
-        work = SimpleNamespace(rows=rows, seq_lens=lens)
-        shares = [HeadSlice(work, 0, q, cache, metadata) for q, cache in zip(query.split([2, 4], 1), caches)]
-        together, outs = torch.zeros(4, 6, 32), [torch.zeros(2, 1, 3 * BLOCK), None]
-        ops.decode_together(its, query, shares, together, None, outs, per_token)
-        results.append((mass, decoded, output, of_each, together, outs[0]))
+        call = LayerCall(ops, its, 0, query[:, 2:], caches[1], metadata, output)
+        ops.mass(call, Measured(mass, per_token=per_token))
+        ops.decode(call, rows, lens, Measured(decoded, per_token=per_token))
+        of_each = ops.mass_of(call, queries, 3)
+        together, out, work = (
+            torch.zeros(4, 6, 32),
+            torch.zeros(2, 1, 3 * BLOCK),
+            SimpleNamespace(rows=rows, seq_lens=lens),
+        )
+        parts = zip(query.split([2, 4], 1), caches, together.split([2, 4], 1))
+        shares = [HeadSlice(work, LayerCall(ops, its, 0, q, cache, metadata, to)) for q, cache, to in parts]
+        ops.decode_together(shares, [Measured(each, per_token=per_token) for each in (out, None)])
+        results.append((mass, decoded, output, of_each, together, out))
     for got, want in zip(*results, strict=True):
         assert want.any()
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
@@ -124,13 +130,14 @@ def test_a_sum_over_heads_is_that_of_the_heads(per_token, scratch, monkeypatch):
     width = 3 * BLOCK if per_token else 3
     one, each, all_of_it = torch.ones(2, 1, width), torch.zeros(2, 2, width), torch.zeros(2, 2, width)
     ops.scratch_bytes = 4 * scratch * (BLOCK if per_token and scratch == 2 * 3 else 1)
-    ops.mass(layer, query, pages, metadata, weights, one, per_token, last)
+    call = LayerCall(ops, layer, 0, query, pages, metadata)
+    ops.mass(call, Measured(one, weights, per_token, last))
     heads = [len(one.mass) if one.mass.shape[1] == 2 else None for one, *_ in launches]
     assert heads == {0: [None], 2 * 3: [1, 1]}.get(scratch, [2])
     # Weights of 0 hide whether queries before the last ones are read.
     assert [its.tolist() for *_, its in launches] == ([[1], [2]] if scratch == 2 * 3 else [[1, 2]])
-    ops.mass(layer, query, pages, metadata, weights, each, per_token, last)
-    ops.mass(layer, query, pages, metadata, weights, all_of_it, per_token)
+    ops.mass(call, Measured(each, weights, per_token, last))
+    ops.mass(call, Measured(all_of_it, weights, per_token))
     assert each.any()
     torch.testing.assert_close(each, all_of_it, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(one - 1, each.sum(1, keepdim=True), rtol=1e-5, atol=1e-5)
@@ -166,7 +173,7 @@ def test_split_heads_of_fp8_write_outputs_in_the_model_s_dtype(monkeypatch):
         attn_metadata=dict.fromkeys("ab", SimpleNamespace(slot_mapping=None, kv_evict_step_work=object()))
     )
     monkeypatch.setattr(split, "get_forward_context", lambda: context)
-    monkeypatch.setattr(split, "do_together", lambda ops, layer, query, shares, output: seen.append(query.dtype))
+    monkeypatch.setattr(split, "do_together", lambda shares: seen.append(shares[0].call.query.dtype))
     query = torch.randn(3, 2, 16).to(torch.float8_e4m3fn)
     output = torch.zeros(3, 2, 16)
     split.split_impl(Impl, parts, TritonOps(), set())().forward(layer, query, query, query, None, context, output)
@@ -290,9 +297,9 @@ class LatentBatch:
         self.weights = (torch.rand(tokens, generator=random) * (torch.rand(tokens, generator=random) < 0.7)).float()
         self.rows, self.width = len(seq_lens), max(blocks) + 1
 
-    def mass(self, ops, cache, *measured):
+    def mass(self, ops, cache, weights, last):
         out = torch.full((self.rows, 1, self.width), 0.25)
-        ops.mass(self.layer, self.query, cache, self.metadata, measured[0], out, last=measured[1])
+        ops.mass(LayerCall(ops, self.layer, 0, self.query, cache, self.metadata), Measured(out, weights, last=last))
         return out
 
 
@@ -323,7 +330,7 @@ def test_mass_of_latents_is_that_of_the_cpu(what, monkeypatch):
     rows, starts = torch.tensor([0, len(batch.table) - 2]), batch.metadata.query_start_loc
     looked_at = Queries(starts[rows + 1].long() - 1, rows, batch.metadata.seq_lens[rows])
     each = [
-        its.mass_of(batch.layer, batch.query, cache, batch.metadata, looked_at, batch.width)
+        its.mass_of(LayerCall(its, batch.layer, 0, batch.query, cache, batch.metadata), looked_at, batch.width)
         for its, cache in ((ops, batch.stored), (cpu, batch.pages))
     ]
     torch.testing.assert_close(*each, rtol=1e-5, atol=1e-5)

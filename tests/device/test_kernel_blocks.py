@@ -11,6 +11,7 @@ from vllm_evict.compute.attention.ops import ops_for
 from vllm_evict.compute.attention.triton import TritonOps
 from vllm_evict.compute.kernel_blocks import KernelBlocks
 from vllm_evict.compute.kernels.queries import Queries
+from vllm_evict.compute.probes import LayerCall, Measured
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 BLOCK, KERNEL, BLOCKS, HEADS, DIM = 48, 16, 9, 2, 32
@@ -69,11 +70,11 @@ def test_mass_is_by_the_pools_blocks_or_by_token(both, heads, per_token):
     found = []
     for ops, pages, metadata in both:
         out = torch.ones(2, heads, 3 * BLOCK if per_token else 3)
-        ops.mass(LAYER, QUERY, pages, metadata, None, out, per_token)
-        output, rows = torch.zeros_like(QUERY), torch.tensor([1], dtype=torch.int32)
-        ops.decode(LAYER, QUERY, pages, metadata, output, rows, metadata.seq_lens, None, out, per_token)
-        unmeasured = torch.zeros_like(QUERY)
-        ops.decode(LAYER, QUERY, pages, metadata, unmeasured, rows, metadata.seq_lens, None, None)
+        output, unmeasured, rows = torch.zeros_like(QUERY), torch.zeros_like(QUERY), torch.tensor([1]).int()
+        call, measured = LayerCall(ops, LAYER, 0, QUERY, pages, metadata, output), Measured(out, per_token=per_token)
+        ops.mass(call, measured)
+        ops.decode(call, rows, metadata.seq_lens, measured)
+        ops.decode(replace(call, output=unmeasured), rows, metadata.seq_lens, Measured())
         assert torch.equal(unmeasured, output) and output[5].abs().sum() > 0
         found.append((out, output))
     torch.testing.assert_close(*found)
@@ -82,7 +83,8 @@ def test_mass_is_by_the_pools_blocks_or_by_token(both, heads, per_token):
 
 def test_mass_of_single_queries(both):
     queries = Queries(torch.tensor([4, 5]), torch.tensor([0, 1]), LENS.int())
-    whole, found = (ops.mass_of(LAYER, QUERY, pages, metadata, queries, 3) for ops, pages, metadata in both)
+    calls = [LayerCall(ops, LAYER, 0, QUERY, pages, metadata) for ops, pages, metadata in both]
+    whole, found = (call.ops.mass_of(call, queries, 3) for call in calls)
     assert found.shape == (2, HEADS, 3)
     torch.testing.assert_close(found, whole)
 

@@ -35,6 +35,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_evict.compute.attention.device import DeviceOps
 from vllm_evict.compute.kernels.decode import decode_classes_reference
+from vllm_evict.compute.probes import LayerCall, Measured
 from vllm_evict.compute.work import HeadSlice
 from vllm_evict.triton_kernels.decode_classes import decode_classes, plan_classes
 from vllm_evict.triton_kernels.decode_mass import decode_mass, plan_decode
@@ -345,6 +346,7 @@ def test_splits_of_classes_are_of_one_length():
 def test_where_scratch_has_no_room_for_all_some_are_decoded_at_a_time(classes, per_token):
     layer = Classes()
     parts, shares = layer.classes[:classes], []
+    a_layer = SimpleNamespace(impl=SimpleNamespace(scale=parts[0].scale))
     query = layer.query[:, : sum(layer.heads[:classes])]
     for each in parts:
         keys, width = each.keys, 2 * each.keys.shape[3]
@@ -354,19 +356,20 @@ def test_where_scratch_has_no_room_for_all_some_are_decoded_at_a_time(classes, p
             max_seq_len=int(each.seq_lens.max()),
         )  # fmt: skip
         work = SimpleNamespace(rows=each.rows, seq_lens=each.seq_lens)
-        shares.append(HeadSlice(work, 0, each.query, cache, metadata))
-    a_layer = SimpleNamespace(impl=SimpleNamespace(scale=parts[0].scale))
+        shares.append(HeadSlice(work, LayerCall(None, a_layer, 0, each.query, cache, metadata)))
 
     def decoded(scratch):
         ops = DeviceOps()
         ops.scratch_bytes = scratch
         outs = [each.new_out(each.kv_heads, F32, per_token) for each in parts]
         output = torch.full_like(query, 7.0)
+        for share, its in zip(shares, output.split(layer.heads[:classes], 1)):
+            share.call.output = its
+        measured = [Measured(out, parts[0].weights, per_token) for out in outs]
         if classes == 2:
-            ops.decode_together(a_layer, query, shares, output, parts[0].weights, outs, per_token)
+            ops.decode_together(shares, measured)
         else:
-            where = a_layer, query, shares[0].kv_cache, shares[0].metadata, output, *vars(shares[0].work).values()
-            ops.decode(*where, parts[0].weights, outs[0], per_token)
+            ops.decode(shares[0].call, *vars(shares[0].work).values(), measured[0])
         ((_, at_once),) = ops._plans.values()
         return at_once, output, outs
 

@@ -28,6 +28,7 @@ from vllm_evict.compute.attention.warmup import Heads, warm_up
 from vllm_evict.compute.compaction import Compactor
 from vllm_evict.compute.group import GroupRuntime
 from vllm_evict.compute.kernels.queries import Queries
+from vllm_evict.compute.probes import LayerCall, Measured
 from vllm_evict.compute.runtime import EvictionRuntime
 from vllm_evict.compute.shape import Shape
 from vllm_evict.compute.work import HeadSlice
@@ -239,18 +240,21 @@ class Work:
         )  # fmt: skip
 
     def ways(self, group, part, rows, queries, longest):
-        """(mass or None, weights or None, per_token) of a step, as `MassStep` and `TokenStep` have them."""
+        """What a step measures, as `MassStep` and `TokenStep` have it."""
         width, weights = -(-longest // self.block_size), torch.ones(queries)
         if tokens_of(group) is not None:
             kv_heads = part.kv_cache.shape[1]
-            return [(torch.zeros(rows, kv_heads + 1, width * self.block_size)[:, :kv_heads], weights, True)]
+            return [Measured(torch.zeros(rows, kv_heads + 1, width * self.block_size)[:, :kv_heads], weights, True)]
         sums = sums_of(group)
         mass = torch.zeros(rows, sums.heads, width)
         pivots = []
         if self.tests:
             layer = torch.zeros(rows, sums.kv_heads + 1, width)[:, : part.kv_cache.shape[1]]
-            pivots = [(None, weights, False), (layer, weights, False)]
-        return [(mass, None, False), (mass, weights, False), (None, None, False), *pivots]
+            pivots = [Measured(None, weights), Measured(layer, weights)]
+        return [Measured(mass), Measured(mass, weights), Measured(), *pivots]
+
+    def call(self, *where):
+        return LayerCall(self.ops, self.layer, 0, *where)
 
     def decodes(self, rows, longest):
         metadata, numbers = self.batch(rows, rows, longest), torch.arange(rows, dtype=torch.int32)
@@ -258,12 +262,13 @@ class Work:
         for query, (part, group) in product(self.queries(rows), zip(self.parts, self.groups)):
             query_, output_ = query[:, part.query_heads], output[:, part.query_heads]
             alone = torch.empty(query_.shape, dtype=self.dtype)
-            for out, weights, per_token in self.ways(group, part, rows, rows, longest):
+            for measured in self.ways(group, part, rows, rows, longest):
+                out, per_token = measured.out, measured.per_token
                 for into in (output_, alone):
-                    where = self.layer, query_, part.kv_cache, metadata, into, numbers, metadata.seq_lens
-                    self.ops.decode(*where, weights, out, per_token)
+                    call = self.call(query_, part.kv_cache, metadata, into)
+                    self.ops.decode(call, numbers, metadata.seq_lens, measured)
                 if len(self.parts) == 2:
-                    self.together(query, metadata, output, part, out, weights, per_token)
+                    self.together(query, metadata, output, part, measured)
                 sums = sums_of(group)
                 if out is not None and not per_token and (sums.maximise_layers or out.shape[1] > 1):
                     self.layers(group, out, rows)
@@ -273,7 +278,7 @@ class Work:
                         worker_sums.fold(sums._sums, slots, out, logical.expand(rows, -1), kept)
             if self.tests:
                 looked_at = Queries(numbers.long(), numbers.long(), metadata.seq_lens)
-                self.ops.mass_of(self.layer, query_, part.kv_cache, metadata, looked_at, -(-longest // self.block_size))
+                self.ops.mass_of(self.call(query_, part.kv_cache, metadata), looked_at, -(-longest // self.block_size))
 
     def layers(self, group, layer, rows):
         sums = sums_of(group)
@@ -282,32 +287,35 @@ class Work:
         for tested in [None] * sums.maximise_layers + [lens] * self.tests:
             worker_sums.take(mass, layer, lens, self.block_size, tested=tested, **options)
 
-    def together(self, query, metadata, output, measured, out, weights, per_token):
+    def together(self, query, metadata, output, its, measured):
         numbers = torch.arange(len(query), dtype=torch.int32)
         work = SimpleNamespace(rows=numbers, seq_lens=metadata.seq_lens)
         # The other class holds less.
         others = [SimpleNamespace(**{**vars(metadata), "max_seq_len": 300}), metadata]
         shares = [
-            HeadSlice(work, 0, query[:, part.query_heads], part.kv_cache, others[part is measured])
+            HeadSlice(work, self.call(query[:, heads], part.kv_cache, others[part is its], output[:, heads]))
             for part in self.parts
+            for heads in [part.query_heads]
         ]
-        outs = [out if part is measured else None for part in self.parts]
-        self.ops.decode_together(self.layer, query, shares, output, weights, outs, per_token)
+        self.ops.decode_together(
+            shares, [measured if part is its else measured._replace(out=None) for part in self.parts]
+        )
 
     def chunks(self, rows, tokens):
         longest = tokens // rows + 33
         metadata = self.batch(rows, tokens - tokens % rows, longest)
         for query, (part, group) in product(self.queries(metadata.num_actual_tokens), zip(self.parts, self.groups)):
             query = query[:, part.query_heads]
-            for out, weights, per_token in self.ways(group, part, rows, len(query), longest):
-                if out is None:
+            for measured in self.ways(group, part, rows, len(query), longest):
+                if measured.out is None:
                     continue
-                last = None if weights is None or len(query) == rows else torch.ones(rows, dtype=torch.int32)
+                if measured.weights is not None and len(query) > rows:
+                    measured = measured._replace(last=torch.ones(rows, dtype=torch.int32))
                 heard = [None]
                 if isinstance(self.ops, FlashOps):
                     heard.append(torch.zeros(query.shape[1], len(query)))
                 for self.ops._lse in heard:
-                    self.ops.mass(self.layer, query, part.kv_cache, metadata, weights, out, per_token, last)
+                    self.ops.mass(self.call(query, part.kv_cache, metadata), measured)
 
 
 #: Query heads, elements of a latent and its key, block size, dtype, dtype of the cache.
@@ -349,7 +357,7 @@ class LatentWork(Work):
         if self.tests:
             numbers = torch.arange(rows)
             looked_at, width = Queries(numbers, numbers, metadata.seq_lens), -(-longest // self.block_size)
-            self.ops.mass_of(self.layer, query, self.parts[0].kv_cache[:, 0], metadata, looked_at, width)
+            self.ops.mass_of(self.call(query, self.parts[0].kv_cache[:, 0], metadata), looked_at, width)
 
     def chunks(self, rows, tokens):
         if rows < tokens:  # others are decodes
@@ -359,10 +367,11 @@ class LatentWork(Work):
 
     def measured(self, metadata, query, longest):
         rows, cache = len(metadata.seq_lens), self.parts[0].kv_cache[:, 0]
-        for out, weights, _ in self.ways(self.group, self.parts[0], rows, len(query), longest):
-            if out is not None:
-                last = None if weights is None or len(query) == rows else torch.ones(rows, dtype=torch.int32)
-                self.ops.mass(self.layer, query, cache, metadata, weights, out, last=last)
+        for measured in self.ways(self.group, self.parts[0], rows, len(query), longest):
+            if measured.weights is not None and len(query) > rows:
+                measured = measured._replace(last=torch.ones(rows, dtype=torch.int32))
+            if measured.out is not None:
+                self.ops.mass(self.call(query, cache, metadata), measured)
 
 
 # What else a start is to do, and not to do

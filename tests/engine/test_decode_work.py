@@ -34,14 +34,16 @@ class Recorder:
     def kv_heads(self, kv_cache):
         return 1
 
-    def mass(self, layer, query, kv_cache, metadata, weights, out, per_token, last):
-        self.calls.append(("mass", *(None if each is None else each.tolist() for each in (weights, last))))
+    def mass(self, call, measured):
+        each = measured.weights, measured.last
+        self.calls.append(("mass", *(None if its is None else its.tolist() for its in each)))
 
-    def mass_of(self, layer, query, kv_cache, metadata, queries, out):
+    def mass_of(self, call, queries, width):
         self.calls.append(("mass_of", queries.tokens.tolist()))
 
-    def decode(self, layer, query, kv_cache, metadata, output, rows, seq_lens, weights, out, per_token):
-        self.calls.append(("decode", rows.tolist(), None if weights is None else weights.tolist(), out is not None))
+    def decode(self, call, rows, seq_lens, measured):
+        weights = None if measured.weights is None else measured.weights.tolist()
+        self.calls.append(("decode", rows.tolist(), weights, measured.out is not None))
 
 
 @pytest.mark.parametrize(

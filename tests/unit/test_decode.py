@@ -17,6 +17,7 @@ from vllm_evict.compute.kernels.decode import (
 )
 from vllm_evict.compute.kernels.mass import block_mass, pack_keys, pack_values, unpack_keys, unpack_values
 from vllm_evict.compute.kernels.paged import PagedAttention
+from vllm_evict.compute.probes import LayerCall, Measured
 
 
 class Batch:
@@ -317,11 +318,11 @@ def test_the_backend_passes_it_on():
     weights[batch.starts[batch.rows].long()] = 1
     for options in ({}, {"per_token": True}):
         expected = batch.run(**options)[1]
-        arguments = layer, batch.query.contiguous(), pages, metadata
-        mass, decoded = torch.zeros_like(expected), torch.zeros_like(expected)
-        cpu.CPUOps.mass(*arguments, weights, mass, **options)
         output = torch.empty_like(batch.query)
-        cpu.CPUOps.decode(*arguments, output, batch.rows, batch.seq_lens, None, decoded, **options)
+        call = LayerCall(cpu.CPUOps, layer, 0, batch.query.contiguous(), pages, metadata, output)
+        mass, decoded = torch.zeros_like(expected), torch.zeros_like(expected)
+        cpu.CPUOps.mass(call, Measured(mass, weights, **options))
+        cpu.CPUOps.decode(call, batch.rows, batch.seq_lens, Measured(decoded, **options))
         torch.testing.assert_close(mass, expected, rtol=3e-6, atol=3e-8)
         torch.testing.assert_close(decoded, expected, rtol=3e-6, atol=3e-8)
 

@@ -105,7 +105,7 @@ class LayerMass(StepProbe):
         heads, width = out.shape[1:]
         at_once = max(PIVOT_SCRATCH // (16 * call.kv_heads * width), 1)
         for some in queries.split(at_once):
-            each = call.ops.mass_of(call.layer, call.query, call.kv_cache, call.metadata, some, width)
+            each = call.ops.mass_of(call, some, width)
             out.index_add_(0, some.rows, self._pivots(some, each, heads))
 
     def _pivots(self, queries: Queries, mass: torch.Tensor, heads: int) -> torch.Tensor:

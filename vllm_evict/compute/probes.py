@@ -39,6 +39,28 @@ class LayerCall:
         return self.ops.kv_heads(self.kv_cache)
 
 
+class Measured(NamedTuple):
+    """Where a kernel that attends adds the mass of one call.
+
+    Attributes:
+        out: float32 [R, Hkv or 1, W], memory to which the kernel adds (see `kernels.paged.PagedAttention`); None: no
+            mass is measured.
+        weights: float32 [T], weight of each query's mass; None: 1.
+        per_token: whether mass is by token instead of by block.
+        last: int32 [R], queries of each row from the first that has a weight; None: all.
+    """
+
+    out: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+    per_token: bool = False
+    last: torch.Tensor | None = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of a `PagedAttention` that say what is measured."""
+        return {"mass": self.out, "weights": self.weights, "per_token": self.per_token}
+
+
 class StepProbe:
     """What a probe does in each layer of one step. This one measures nothing.
 
@@ -59,6 +81,10 @@ class StepProbe:
     def out(self, call: LayerCall) -> torch.Tensor | None:
         """Return the memory to which kernels add the layer's mass, float32 [R, Hkv or 1, W]; None: they add none."""
         return None
+
+    def measured(self, call: LayerCall) -> Measured:
+        """Return what kernels measure of the layer."""
+        return Measured(self.out(call), self.weights, self.per_token, self.last)
 
     def add(self, call: LayerCall) -> None:
         """Take in one layer, after it has attended. A model may call a layer any number of times in a step."""

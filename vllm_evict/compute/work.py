@@ -1,8 +1,7 @@
 """Work of the plugin's kernels in one step, beside the stock attention kernel or in its place."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,17 +20,11 @@ class HeadSlice:
 
     Attributes:
         work: the step's work of the KV group.
-        place: index of the layer in the KV group (see `LayerCall`).
-        query: [T, H, D], queries of these heads.
-        kv_cache: KV cache of these heads.
-        metadata: the backend's metadata of the KV group.
+        call: the call of the layer's attention for these heads.
     """
 
     work: "StepWork"
-    place: int
-    query: torch.Tensor
-    kv_cache: Any
-    metadata: Any
+    call: LayerCall
 
 
 class StepWork:
@@ -106,16 +99,14 @@ class StepWork:
 
     def do(self, call: LayerCall) -> None:
         """Do the work of one layer, after the stock kernel (see `attention.ops.BackendOps`)."""
-        ops, where = call.ops, (call.layer, call.query, call.kv_cache)
         metadata, lens = self._source.table(call)
+        reading = call if metadata is call.metadata else replace(call, metadata=metadata)
         for mass in self.masses or (UNMEASURED,):
-            out = mass.out(call)
+            measured = mass.measured(call)
             if len(self.rows):
-                measured = mass.weights, out, mass.per_token
-                ops.decode(*where, metadata, call.output, self.rows, lens, *measured)
-            if out is not None and not self.is_all:
-                measured = self._stock_weights(mass.weights), out, mass.per_token
-                ops.mass(*where, call.metadata, *measured, mass.last)
+                call.ops.decode(reading, self.rows, lens, measured)
+            if measured.out is not None and not self.is_all:
+                call.ops.mass(call, measured._replace(weights=self._stock_weights(measured.weights)))
             mass.add(call)
         for step in self._beside:
             step.add(call)
@@ -131,11 +122,8 @@ class StepWork:
         return self._of_stock if weights is None else self._of_stock * weights
 
 
-def do_together(ops: Any, layer: Any, query: torch.Tensor, slices: Sequence[HeadSlice], output: torch.Tensor) -> bool:
+def do_together(slices: Sequence[HeadSlice]) -> bool:
     """Decode one layer in all its KV groups by one call, if the step has no other work.
-
-    Args:
-        query, output: [T, H, D], heads in the order of `slices`.
 
     Returns:
         Whether the layer was decoded.
@@ -144,9 +132,8 @@ def do_together(ops: Any, layer: Any, query: torch.Tensor, slices: Sequence[Head
     if len(measuring) > 1 or not all(heads.work.joins for heads in slices):
         return False
     heads, mass = measuring[0] if measuring else (slices[0], UNMEASURED)
-    call = LayerCall(ops, layer, heads.place, heads.query, heads.kv_cache, heads.metadata, output)
-    out = mass.out(call)
-    outs = [out if each is heads else None for each in slices]
-    ops.decode_together(layer, query, slices, output, mass.weights, outs, mass.per_token)
-    mass.add(call)
+    measured = mass.measured(heads.call)
+    unmeasured = measured._replace(out=None)
+    heads.call.ops.decode_together(slices, [measured if each is heads else unmeasured for each in slices])
+    mass.add(heads.call)
     return True

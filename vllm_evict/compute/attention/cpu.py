@@ -1,6 +1,7 @@
 """`BackendOps` of vLLM's CPU attention backend."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from ..kernels.logits import logits_of
 from ..kernels.mass import block_mass, kernel_path, pack_keys, pack_values, unpack_keys, unpack_values
 from ..kernels.paged import PagedAttention
 from ..kernels.queries import Queries
+from ..probes import LayerCall, Measured
 from ..work import HeadSlice
 from .fp8 import cache_scales, elements, scaled, scales, stored_as
 from .ops import CPU_FP8_NAMES, WithoutScratch
@@ -59,80 +61,36 @@ class CPUOps(WithoutScratch):
         compact([_pages(kv_cache) for kv_cache in kv_caches], source, keep, target, layout=KEY_LAYOUTS[layer.isa])
 
     @staticmethod
-    def mass(
-        layer: Any,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: Any,
-        weights: torch.Tensor | None,
-        out: torch.Tensor,
-        per_token: bool = False,
-        last: torch.Tensor | None = None,
-    ) -> None:
+    def mass(call: LayerCall, measured: Measured) -> None:
         """See `BackendOps.mass`; runs `block_mass`, which skips queries of weight 0 by itself."""
-        block_mass(_attention(layer, query, kv_cache, metadata, mass=out, weights=weights, per_token=per_token))
+        block_mass(_attention(call, measured))
 
     @staticmethod
-    def mass_of(
-        layer: Any,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: Any,
-        queries: Queries,
-        width: int,
-    ) -> torch.Tensor:
+    def mass_of(call: LayerCall, queries: Queries, width: int) -> torch.Tensor:
         """See `BackendOps.mass_of`; runs `block_mass`."""
-        kv_heads = kv_cache.shape[1]
+        kv_heads = call.kv_heads
         out = torch.zeros(len(queries.tokens), kv_heads, width)
         alone = SimpleNamespace(
             num_actual_tokens=len(out),
-            block_table=metadata.block_table[queries.rows],
+            block_table=call.metadata.block_table[queries.rows],
             query_start_loc=torch.arange(len(out) + 1, dtype=torch.int32),
             seq_lens=queries.lens,
         )
-        block_mass(_attention(layer, query[queries.tokens], kv_cache, alone, mass=out))
-        return out.mul_(kv_heads / query.shape[1])
+        single = replace(call, query=call.query[queries.tokens], metadata=alone)
+        block_mass(_attention(single, Measured(out)))
+        return out.mul_(kv_heads / call.query.shape[1])
 
     @staticmethod
-    def decode(
-        layer: Any,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: Any,
-        output: torch.Tensor,
-        rows: torch.Tensor,
-        seq_lens: torch.Tensor,
-        weights: torch.Tensor | None,
-        out: torch.Tensor | None,
-        per_token: bool = False,
-    ) -> None:
+    def decode(call: LayerCall, rows: torch.Tensor, seq_lens: torch.Tensor, measured: Measured) -> None:
         """See `BackendOps.decode`; runs `decode_mass`."""
-        measured = {"mass": out, "weights": weights, "per_token": per_token}
-        attention = _attention(layer, query, kv_cache, metadata, seq_lens=seq_lens, **measured)
-        decode_mass(attention, rows, output[: len(attention.query)].view(attention.query.shape))
+        attention = _attention(call, measured, seq_lens)
+        decode_mass(attention, rows, call.output[: len(attention.query)].view(attention.query.shape))
 
     @staticmethod
-    def decode_together(
-        layer: Any,
-        query: torch.Tensor,
-        slices: Sequence[HeadSlice],
-        output: torch.Tensor,
-        weights: torch.Tensor | None,
-        outs: Sequence[torch.Tensor | None],
-        per_token: bool = False,
-    ) -> None:
+    def decode_together(slices: Sequence[HeadSlice], measured: Sequence[Measured]) -> None:
         """See `BackendOps.decode_together`; runs `decode_classes`."""
-        classes = [
-            _attention(
-                *(layer, heads.query, heads.kv_cache, heads.metadata),
-                seq_lens=heads.work.seq_lens,
-                mass=out,
-                weights=weights,
-                per_token=per_token,
-            )
-            for heads, out in zip(slices, outs)
-        ]
-        outputs = output[: len(classes[0].query)].split([its.query.shape[1] for its in classes], 1)
+        classes = [_attention(heads.call, its, heads.work.seq_lens) for heads, its in zip(slices, measured)]
+        outputs = [heads.call.output[: len(its.query)] for heads, its in zip(slices, classes)]
         decode_classes(classes, slices[0].work.rows, outputs)
 
     @staticmethod
@@ -168,23 +126,16 @@ class CPUOps(WithoutScratch):
         return scaled(keys, cache_scales(layer, stored)[0])
 
 
-def _attention(
-    layer: Any,
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    metadata: Any,
-    *,
-    seq_lens: torch.Tensor | None = None,
-    **measured: Any,
-) -> PagedAttention:
+def _attention(call: LayerCall, measured: Measured, seq_lens: torch.Tensor | None = None) -> PagedAttention:
     """Return the arguments of kernels for a layer and the backend's metadata, whose lengths `seq_lens` replaces."""
-    keys, values = _halves(elements(layer, kv_cache))
+    layer, metadata = call.layer, call.metadata
+    keys, values = _halves(elements(layer, call.kv_cache))
     scale, value_scale = scales(layer, keys)
     logits = logits_of(layer)
     if logits["sinks"] is not None:
         logits["sinks"] = logits["sinks"].float()
     return PagedAttention(
-        query[: metadata.num_actual_tokens],
+        call.query[: metadata.num_actual_tokens],
         keys,
         metadata.block_table,
         metadata.query_start_loc,
@@ -194,7 +145,7 @@ def _attention(
         value_scale,
         layout=KEY_LAYOUTS[layer.isa],
         **logits,
-        **measured,
+        **measured.arguments,
     )
 
 

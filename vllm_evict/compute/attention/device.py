@@ -15,6 +15,7 @@ from ..kernels.logits import logits_of
 from ..kernels.paged import PagedAttention
 from ..kernels.queries import Queries
 from ..kernels.take import take
+from ..probes import LayerCall, Measured
 from ..transfer import to_device
 from ..work import HeadSlice
 from .fp8 import FP8, cache_scales, scaled, scales, stored_as
@@ -101,17 +102,7 @@ class DeviceOps(WithStockMetadata):
     def attending(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def mass(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: Any,
-        weights: torch.Tensor | None,
-        out: torch.Tensor,
-        per_token: bool = False,
-        last: torch.Tensor | None = None,
-    ) -> None:
+    def mass(self, call: LayerCall, measured: Measured) -> None:
         """See `BackendOps.mass`; runs `mass_from_lse`.
 
         Mass that `out` has as a sum over heads is computed for each KV head in the scratch, so that more programs run
@@ -119,16 +110,17 @@ class DeviceOps(WithStockMetadata):
         """
         from ...triton_kernels.mass_from_lse import mass_from_lse
 
-        measured = {"mass": out, "weights": weights, "per_token": per_token}
-        attention = self.arguments(layer, query, kv_cache, metadata, len(out), **measured)
-        lse = self.lse_of(attention, metadata.max_query_len)
+        out, last = measured.out, measured.last
+        assert out is not None
+        attention = self.arguments(call, measured, len(out))
+        lse = self.lse_of(attention, call.metadata.max_query_len)
         of_heads = attention.key_cache.shape[1], out.shape[2]
-        scratch = self.reserve(query.device)
+        scratch = self.reserve(call.query.device)
         at_once = len(scratch) // prod(of_heads)
         if out.shape[1] == of_heads[0] or not at_once:
             mass_from_lse(attention, lse, last=last)
             return
-        block_size = 1 if per_token else attention.key_cache.shape[2]
+        block_size = 1 if measured.per_token else attention.key_cache.shape[2]
         for first in range(0, len(out), at_once):
             some = slice(first, min(first + at_once, len(out)))
             lens = attention.seq_lens[some]
@@ -143,20 +135,18 @@ class DeviceOps(WithStockMetadata):
             mass_from_lse(part, lse, last=None if last is None else last[some])
             take(out[some], mass, lens, block_size)
 
-    def warm_up_mass(self, *args: Any) -> None:
+    def warm_up_mass(self, call: LayerCall, measured: Measured) -> None:
         """Launch all variants of `mass`, with its arguments."""
-        self.mass(*args)
+        self.mass(call, measured)
 
     @staticmethod
     def slices(heads: int) -> int:
         """Return into how many slices `mass` divides the query heads of a KV head, if a request has several queries."""
         return 1
 
-    def arguments(
-        self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, requests: int, **measured: Any
-    ) -> PagedAttention:
+    def arguments(self, call: LayerCall, measured: Measured, requests: int) -> PagedAttention:
         """Return the arguments of the kernels of `mass`, of the first `requests` rows of the batch."""
-        return _attention(layer, query, kv_cache, metadata, requests, **measured)
+        return _attention(call, measured, requests)
 
     def lse_of(self, attention: PagedAttention, longest: int) -> torch.Tensor:
         """Return the LSE of queries, at most `longest` of a request: float32 [T, H] (see `query_lse`)."""
@@ -166,69 +156,35 @@ class DeviceOps(WithStockMetadata):
         query_lse(attention, lse, longest=longest)
         return lse
 
-    def mass_of(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: Any,
-        queries: Queries,
-        width: int,
-    ) -> torch.Tensor:
+    def mass_of(self, call: LayerCall, queries: Queries, width: int) -> torch.Tensor:
         """See `BackendOps.mass_of`; runs `decode_mass`."""
-        query, kv_heads = query[queries.tokens], kv_cache.shape[1]
+        query, kv_heads = call.query[queries.tokens], call.kv_heads
         numbers = torch.arange(len(query) + 1, dtype=torch.int32, device=query.device)
         out = torch.zeros(len(query), kv_heads, width, device=query.device)
         alone = SimpleNamespace(
             num_actual_tokens=len(query),
-            block_table=metadata.block_table[queries.rows, :width],
+            block_table=call.metadata.block_table[queries.rows, :width],
             query_start_loc=numbers,
             seq_lens=queries.lens,
         )
-        attention = _attention(layer, query, kv_cache, alone, len(query), mass=out)
+        attention = _attention(replace(call, query=query, metadata=alone), Measured(out), len(query))
         self._decode_mass(attention, numbers[:-1], torch.empty_like(query))
         return out.mul_(kv_heads / query.shape[1])
 
-    def decode(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: Any,
-        output: torch.Tensor,
-        rows: torch.Tensor,
-        seq_lens: torch.Tensor,
-        weights: torch.Tensor | None,
-        out: torch.Tensor | None,
-        per_token: bool = False,
-    ) -> None:
+    def decode(self, call: LayerCall, rows: torch.Tensor, seq_lens: torch.Tensor, measured: Measured) -> None:
         """See `BackendOps.decode`; runs `decode_mass`."""
-        measured = {"mass": out, "weights": weights, "per_token": per_token}
-        attention = _narrow(_attention(layer, query, kv_cache, metadata, len(seq_lens), **measured), metadata, seq_lens)
-        self._decode_mass(attention, rows, output[: len(attention.query)].view(attention.query.shape))
+        attention = _narrowed(call, seq_lens, measured)
+        self._decode_mass(attention, rows, call.output[: len(attention.query)].view(attention.query.shape))
 
-    def decode_together(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        slices: Sequence[HeadSlice],
-        output: torch.Tensor,
-        weights: torch.Tensor | None,
-        outs: Sequence[torch.Tensor | None],
-        per_token: bool = False,
-    ) -> None:
+    def decode_together(self, slices: Sequence[HeadSlice], measured: Sequence[Measured]) -> None:
         """See `BackendOps.decode_together`. Two groups are one call of `triton_kernels.decode_classes`, other numbers
         of groups a `decode` each.
         """
         if len(slices) == 2:
-            self._decode_two(layer, slices, output, weights, outs, per_token)
+            self._decode_two(slices, measured)
             return
-        first = 0
-        for heads, out in zip(slices, outs):
-            attended = output[:, first : first + heads.query.shape[1]]
-            first += heads.query.shape[1]
-            work, where = heads.work, (layer, heads.query, heads.kv_cache, heads.metadata, attended)
-            self.decode(*where, work.rows, work.seq_lens, weights, out, per_token)
+        for heads, its in zip(slices, measured):
+            self.decode(heads.call, heads.work.rows, heads.work.seq_lens, its)
 
     def compact(
         self,
@@ -275,16 +231,13 @@ class DeviceOps(WithStockMetadata):
         """See `BackendOps.as_keys`."""
         return scaled(stored, cache_scales(layer, stored)[0])
 
-    def _decode_two(self, layer, slices, output, weights, outs, per_token) -> None:
+    def _decode_two(self, slices: Sequence[HeadSlice], measured: Sequence[Measured]) -> None:
         from ...triton_kernels.decode_classes import decode_classes
 
-        rows, classes = slices[0].work.rows, []
-        for heads, out in zip(slices, outs):
-            lens, measured = heads.work.seq_lens, {"mass": out, "weights": weights, "per_token": per_token}
-            where = layer, heads.query, heads.kv_cache, heads.metadata, len(lens)
-            classes.append(_narrow(_attention(*where, **measured), heads.metadata, lens))
+        rows = slices[0].work.rows
+        classes = [_narrowed(heads.call, heads.work.seq_lens, its) for heads, its in zip(slices, measured)]
         plans, at_once = self._plans_for(classes, len(rows))
-        outputs = output[: len(classes[0].query)].split([its.query.shape[1] for its in classes], 1)
+        outputs = [heads.call.output[: len(its.query)] for heads, its in zip(slices, classes)]
         for some in rows.split(at_once):
             decode_classes(classes, some, outputs, plans=plans)
 
@@ -375,14 +328,13 @@ def _power_of_2(least: int) -> int:
     return 1 << max(least - 1, 0).bit_length()
 
 
-def _attention(
-    layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, requests: int, **measured: Any
-) -> PagedAttention:
+def _attention(call: LayerCall, measured: Measured, requests: int) -> PagedAttention:
     """Return the arguments of kernels for a layer and the backend's metadata, without rows of padding."""
-    keys, values = halves(kv_cache)
+    layer, metadata = call.layer, call.metadata
+    keys, values = halves(call.kv_cache)
     scale, value_scale = scales(layer, keys)
     return PagedAttention(
-        query[: metadata.num_actual_tokens],
+        call.query[: metadata.num_actual_tokens],
         keys,
         metadata.block_table[:requests],
         metadata.query_start_loc[: requests + 1],
@@ -391,7 +343,7 @@ def _attention(
         values,
         value_scale,
         **logits_of(layer),
-        **measured,
+        **measured.arguments,
     )
 
 
@@ -403,7 +355,8 @@ def halves(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return keys, values
 
 
-def _narrow(attention: PagedAttention, metadata: Any, seq_lens: torch.Tensor) -> PagedAttention:
-    """Set lengths, and cut the block table to the batch's longest request, since scratch grows with its width."""
-    width = -(-metadata.max_seq_len // attention.key_cache.shape[2])
+def _narrowed(call: LayerCall, seq_lens: torch.Tensor, measured: Measured) -> PagedAttention:
+    """Return `_attention` with these lengths, and a block table cut to the longest request: scratch grows with it."""
+    attention = _attention(call, measured, len(seq_lens))
+    width = -(-call.metadata.max_seq_len // attention.key_cache.shape[2])
     return replace(attention, seq_lens=seq_lens, block_table=attention.block_table[:, :width])

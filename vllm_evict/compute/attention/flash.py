@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..kernels.paged import PagedAttention
+from ..probes import LayerCall, Measured
 from .device import DeviceOps
 
 
@@ -36,10 +37,10 @@ class FlashOps(DeviceOps):
         # Several calls are parts of one softmax, and no call gives none: then `query_lse` computes it.
         self._lse = captured[0] if len(captured) == 1 else None
 
-    def warm_up_mass(self, layer: Any, query: torch.Tensor, *args: Any) -> None:
-        self._lse = torch.zeros(query.shape[1], len(query), device=query.device)
-        super().warm_up_mass(layer, query, *args)
-        super().warm_up_mass(layer, query, *args)  # without an LSE from the kernel
+    def warm_up_mass(self, call: LayerCall, measured: Measured) -> None:
+        self._lse = torch.zeros(call.query.shape[1], len(call.query), device=call.query.device)
+        super().warm_up_mass(call, measured)
+        super().warm_up_mass(call, measured)  # without an LSE from the kernel
 
     def lse_of(self, attention: PagedAttention, longest: int) -> torch.Tensor:
         (tokens, heads, _), lse = attention.query.shape, self._lse

@@ -1,11 +1,13 @@
 """`BackendOps` behind kernels that read smaller blocks than the pool's: what they take and return is of the pool's."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from ..kernels.queries import Queries
+from ..probes import LayerCall, Measured
 from .device import DeviceOps
 
 
@@ -23,47 +25,17 @@ class KernelBlocks(DeviceOps):
     by_kernel_blocks = True
     block_size: int
 
-    def mass(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: Any,
-        weights: torch.Tensor | None,
-        out: torch.Tensor,
-        per_token: bool = False,
-        last: torch.Tensor | None = None,
-    ) -> None:
-        count = 1 if per_token else self._count(kv_cache)
-        split = _split(out, count)
-        super().mass(layer, query, kv_cache, metadata, weights, split, per_token, last)
-        _add(out, split, count)
+    def mass(self, call: LayerCall, measured: Measured) -> None:
+        with self._split(call, measured) as split:
+            super().mass(call, split)
 
-    def mass_of(
-        self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, queries: Queries, width: int
-    ) -> torch.Tensor:
-        count = self._count(kv_cache)
-        split = super().mass_of(layer, query, kv_cache, metadata, queries, width * count)
-        return split.unflatten(2, (width, count)).sum(3)
+    def mass_of(self, call: LayerCall, queries: Queries, width: int) -> torch.Tensor:
+        count = self._count(call.kv_cache)
+        return super().mass_of(call, queries, width * count).unflatten(2, (width, count)).sum(3)
 
-    def decode(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: Any,
-        output: torch.Tensor,
-        rows: torch.Tensor,
-        seq_lens: torch.Tensor,
-        weights: torch.Tensor | None,
-        out: torch.Tensor | None,
-        per_token: bool = False,
-    ) -> None:
-        count = 1 if per_token or out is None else self._count(kv_cache)
-        split = out if out is None else _split(out, count)
-        super().decode(layer, query, kv_cache, metadata, output, rows, seq_lens, weights, split, per_token)
-        if out is not None:
-            _add(out, split, count)
+    def decode(self, call: LayerCall, rows: torch.Tensor, seq_lens: torch.Tensor, measured: Measured) -> None:
+        with self._split(call, measured) as split:
+            super().decode(call, rows, seq_lens, split)
 
     def compact(
         self,
@@ -90,6 +62,17 @@ class KernelBlocks(DeviceOps):
         keys, content = super().read(layer, kv_cache, _of_kernels(blocks, count), values)
         return _joined(keys, count), None if content is None else _joined(content, count)
 
+    @contextmanager
+    def _split(self, call: LayerCall, measured: Measured) -> Iterator[Measured]:
+        """Yield where the kernels measure, by their own blocks, and add that to `measured` by the pool's blocks."""
+        out, count = measured.out, self._count(call.kv_cache)
+        if out is None or measured.per_token or count == 1:
+            yield measured
+            return
+        split = out.new_zeros(*out.shape[:2], out.shape[2] * count)
+        yield measured._replace(out=split)
+        out.add_(split.unflatten(2, (-1, count)).sum(3))
+
     def _count(self, kv_cache: torch.Tensor) -> int:
         """Return how many blocks of the kernels a block of the pool is."""
         return self.block_size // kv_cache.shape[2]
@@ -98,17 +81,6 @@ class KernelBlocks(DeviceOps):
 def with_kernel_blocks(ops: type[DeviceOps], block_size: int) -> type[DeviceOps]:
     """Return a `BackendOps` for kernels that may read smaller blocks than the pool's, of `block_size` tokens."""
     return type(f"KernelBlocks{ops.__name__}", (KernelBlocks, ops), {"block_size": block_size})
-
-
-def _split(out: torch.Tensor, count: int) -> torch.Tensor:
-    """Return memory for mass by kernel blocks: zeros [R, H, n * W]; `out` itself if they are the pool's."""
-    return out if count == 1 else out.new_zeros(*out.shape[:2], out.shape[2] * count)
-
-
-def _add(out: torch.Tensor, split: torch.Tensor, count: int) -> None:
-    """Add mass by kernel blocks, as `_split` made its memory, to that by the pool's blocks."""
-    if count > 1:
-        out.add_(split.unflatten(2, (-1, count)).sum(3))
 
 
 def _of_kernels(blocks: torch.Tensor, count: int) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """`BackendOps` of multi-head latent attention (MLA): one cached vector a token, which all query heads read."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from ..kernels.mass import AMX_TOKENS, block_mass, kernel_path, pack_keys
 from ..kernels.paged import PagedAttention
 from ..kernels.queries import Queries
+from ..probes import LayerCall, Measured
 from .device import DeviceOps
 from .fp8 import FP8, cache_scales, scaled
 from .ops import FP8_NAMES, WithoutScratch
@@ -61,21 +63,19 @@ class Latents:
     def kv_heads(kv_cache: torch.Tensor) -> int:
         return 1
 
-    def mass_of(
-        self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, queries: Queries, width: int
-    ) -> torch.Tensor:
+    def mass_of(self, call: LayerCall, queries: Queries, width: int) -> torch.Tensor:
         """See `BackendOps.mass_of`; runs `mass` on one request for each query."""
-        query, block_size = query[queries.tokens], kv_cache.shape[1]
+        query = call.query[queries.tokens]
         out = torch.zeros(len(query), 1, width, device=query.device)
         alone = SimpleNamespace(
             num_actual_tokens=len(query),
-            block_table=metadata.block_table[queries.rows],
+            block_table=call.metadata.block_table[queries.rows],
             query_start_loc=torch.arange(len(query) + 1, dtype=torch.int32, device=query.device),
             seq_lens=queries.lens,
             max_query_len=1,
-            max_seq_len=width * block_size,
+            max_seq_len=width * call.kv_cache.shape[1],
         )
-        self.mass(layer, query, kv_cache, alone, None, out)
+        self.mass(replace(call, query=query, metadata=alone), Measured(out))
         return out.div_(query.shape[1])
 
     @staticmethod
@@ -93,26 +93,16 @@ class LatentOps(Latents, WithoutScratch):
 
     beside = "block_mass"
 
-    def mass(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: Any,
-        weights: torch.Tensor | None,
-        out: torch.Tensor,
-        per_token: bool = False,
-        last: torch.Tensor | None = None,
-    ) -> None:
+    def mass(self, call: LayerCall, measured: Measured) -> None:
         """See `BackendOps.mass`; runs `block_mass` on a packed copy of the latents, whose mass is never by token."""
-        rows = len(out)
+        assert measured.out is not None
+        kv_cache, metadata, rows = call.kv_cache, call.metadata, len(measured.out)
         lens, starts = metadata.seq_lens[:rows], metadata.query_start_loc[: rows + 1]
         tiles = kv_cache.dtype == torch.bfloat16 and kernel_path() == "amx_bf16" and kv_cache.shape[1] % AMX_TOKENS == 0
         layout = "amx" if tiles else "vec"
         keys, table = _packed(kv_cache, metadata.block_table[:rows], lens, layout)
-        measured = {"mass": out, "weights": weights, "layout": layout}
-        query = query[: metadata.num_actual_tokens]
-        block_mass(PagedAttention(query, keys, table, starts, lens, layer.impl.scale, **measured))
+        query, options = call.query[: metadata.num_actual_tokens], {"layout": layout, **measured.arguments}
+        block_mass(PagedAttention(query, keys, table, starts, lens, call.layer.impl.scale, **options))
 
 
 class DeviceLatentOps(Latents, DeviceOps):
@@ -143,24 +133,23 @@ class DeviceLatentOps(Latents, DeviceOps):
         """See `DeviceOps.slices`."""
         return next(each for each in range(1, heads + 1) if heads % each == 0 and heads // each <= HEADS_AT_ONCE)
 
-    def warm_up_mass(self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, *args: Any) -> None:
-        """See `DeviceOps.warm_up_mass`. kv_cache is [num_blocks, 1, block_size, C + R]."""
-        self.mass(layer, query, kv_cache.squeeze(1), *args)
+    def warm_up_mass(self, call: LayerCall, measured: Measured) -> None:
+        """See `DeviceOps.warm_up_mass`. The cache is [num_blocks, 1, block_size, C + R]."""
+        self.mass(replace(call, kv_cache=call.kv_cache.squeeze(1)), measured)
 
-    def arguments(
-        self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, requests: int, **measured: Any
-    ) -> PagedAttention:
+    def arguments(self, call: LayerCall, measured: Measured, requests: int) -> PagedAttention:
         """See `DeviceOps.arguments`. The block table is cut to the batch's longest request."""
-        keys, block_size = _stored(kv_cache), kv_cache.shape[1]
-        slices = self.slices(query.shape[1]) if metadata.max_query_len > 1 else 1
+        layer, metadata = call.layer, call.metadata
+        keys, block_size = _stored(call.kv_cache), call.kv_cache.shape[1]
+        slices = self.slices(call.query.shape[1]) if metadata.max_query_len > 1 else 1
         return PagedAttention(
-            query[: metadata.num_actual_tokens],
+            call.query[: metadata.num_actual_tokens],
             keys.unsqueeze(1).expand(-1, slices, -1, -1),
             metadata.block_table[:requests, : -(-metadata.max_seq_len // block_size)],
             metadata.query_start_loc[: requests + 1],
             metadata.seq_lens[:requests],
             layer.impl.scale * (layer._k_scale_float if keys.dtype == FP8 else 1.0),
-            **measured,
+            **measured.arguments,
         )
 
     def lse_of(self, attention: PagedAttention, longest: int) -> torch.Tensor:

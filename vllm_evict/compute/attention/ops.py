@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from ..kernels.queries import Queries
+from ..probes import LayerCall, Measured
 from ..work import HeadSlice
 
 #: Name of a backend -> module and class of its `BackendOps`. Imported on use, since a CPU may lack Triton.
@@ -36,8 +37,8 @@ CPU_FP8_NAMES = (*FP8_NAMES, "fp8_e5m2")
 class BackendOps(Protocol):
     """Operations on one layer, beside a backend's kernel or in its place.
 
-    Shapes: query and output [T, H, D], the query rotated; kv_cache [num_blocks, Hkv, block_size, 2 * D]; metadata is
-    the backend's, made from views; blocks are physical.
+    Shapes of a `LayerCall`: query and output [T, H, D], the query rotated; kv_cache [num_blocks, Hkv, block_size,
+    2 * D]; metadata is the backend's, made from views. Blocks are physical.
 
     Attributes:
         heads_dim: dimension of a layer's cache that counts its KV heads.
@@ -133,57 +134,29 @@ class BackendOps(Protocol):
         """
         ...
 
-    def mass(
-        self,
-        layer: Any,
-        query: Any,
-        kv_cache: Any,
-        metadata: Any,
-        weights: Any,
-        out: Any,
-        per_token: bool = False,
-        last: Any = None,
-    ) -> None:
-        """Add to `out` the mass of queries that the stock kernel attends to (arguments as in `kernels.mass`).
-
-        Only the last `last[r]` queries of request r have a weight; None: all may have one.
-        """
+    def mass(self, call: LayerCall, measured: Measured) -> None:
+        """Add the mass of queries that the stock kernel attends to (see `kernels.mass`). `measured.out` is given."""
         ...
 
-    def mass_of(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, queries: Queries, width: int) -> Any:
+    def mass_of(self, call: LayerCall, queries: Queries, width: int) -> Any:
         """Return the mass of each of n queries, averaged over the query heads of a KV head: float32 [n, Hkv, width]."""
         ...
 
-    def decode(
-        self,
-        layer: Any,
-        query: Any,
-        kv_cache: Any,
-        metadata: Any,
-        output: Any,
-        rows: Any,
-        seq_lens: Any,
-        weights: Any,
-        out: Any,
-        per_token: bool = False,
-    ) -> None:
-        """Attend for the requests `rows`, and add their mass (arguments as in `kernels.decode`).
+    def decode(self, call: LayerCall, rows: Any, seq_lens: Any, measured: Measured) -> None:
+        """Attend for the requests `rows`, and add their mass (see `kernels.decode`).
 
         Each of them has one token, unless the kernel `outruns` the layers' own.
+
+        Args:
+            call: gets the output.
+            rows: int32 [n], rows of the batch.
+            seq_lens: int32 [R], resident tokens.
+            measured: what is measured.
         """
         ...
 
-    def decode_together(
-        self,
-        layer: Any,
-        query: Any,
-        slices: Sequence[HeadSlice],
-        output: Any,
-        weights: Any,
-        outs: Any,
-        per_token: bool = False,
-    ) -> None:
-        """`decode` of one layer's heads in several KV groups. `outs` has an entry for each group."""
+    def decode_together(self, slices: Sequence[HeadSlice], measured: Sequence[Measured]) -> None:
+        """`decode` of one layer's heads in several KV groups, which differ in `Measured.out` alone."""
         ...
 
     def write(self, layer: Any, kv_cache: Any, blocks: Any, keys: Any, values: Any) -> None:

@@ -22,7 +22,7 @@ from ...triton_kernels.tiles import MIN_ROWS
 from ..group import GroupRuntime
 from ..kernels.logits import logits_of
 from ..kernels.paged import PagedAttention
-from ..probes import MassKind
+from ..probes import LayerCall, MassKind, Measured
 from ..runtime import EvictionRuntime
 from .device import halves
 from .fp8 import scales
@@ -165,8 +165,8 @@ class _Launches:
             for query in self._tensors(tokens, True):
                 # Several queries with weights come with the number of those that count (`MassStep.last`).
                 last = lens if mass.weighted and tokens > 1 else None
-                given = metadata, self._weights(tokens, mass), self._out(tokens, mass), mass.per_token, last
-                self.ops.warm_up_mass(self.layer, query, part.kv_cache, *given)
+                measured = Measured(self._out(tokens, mass), self._weights(tokens, mass), mass.per_token, last)
+                self.ops.warm_up_mass(LayerCall(self.ops, self.layer, 0, query, part.kv_cache, metadata), measured)
 
     def _compact(self, part: Heads) -> None:
         """Launch `compact`, which copies each token of the null block to itself."""

@@ -11,6 +11,7 @@ import torch
 from vllm.forward_context import get_forward_context
 
 from ...compute.attention.ops import BackendOps
+from ...compute.probes import LayerCall
 from ...compute.work import HeadSlice, do_together
 from ...config import KVPolicyError
 from .backend import PLACE, STEP_WORK
@@ -99,17 +100,16 @@ def split_impl(impl: type, parts: list[Part], ops: BackendOps, attended: set[Any
                     layer, key[:, part.heads], value[:, part.heads], part.kv_cache, metadata.slot_mapping
                 )
                 work: Any = getattr(metadata, STEP_WORK, None)
-                place = getattr(part.impl, PLACE)
-                shares.append(HeadSlice(work, place, own_query[:, part.query_heads], part.kv_cache, metadata))
-            works = all(share.work is not None for share in shares)
-            if works and do_together(ops, layer, own_query, shares, output):
+                where = getattr(part.impl, PLACE), own_query[:, part.query_heads], part.kv_cache, metadata
+                shares.append(HeadSlice(work, LayerCall(ops, layer, *where, output[:, part.query_heads])))
+            if all(share.work is not None for share in shares) and do_together(shares):
                 return output
             for part, share in zip(parts, shares):
                 # Kernels write contiguous outputs.
-                its_output = torch.empty(share.query.shape, dtype=output.dtype, device=output.device)
+                its_output = torch.empty(share.call.query.shape, dtype=output.dtype, device=output.device)
                 its_query = query[:, part.query_heads]
-                part.impl.forward(layer, its_query, None, None, part.kv_cache, share.metadata, its_output)
-                output[:, part.query_heads] = its_output
+                part.impl.forward(layer, its_query, None, None, part.kv_cache, share.call.metadata, its_output)
+                share.call.output.copy_(its_output)
             return output
 
     return SplitImpl
