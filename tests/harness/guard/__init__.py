@@ -6,14 +6,14 @@
 | `invariants` | what vLLM's code does that no run would tell, each with its releases and why it matters |
 | `source` | reads Python sources, from a directory or a wheel, without importing them |
 | `check` | takes all this from a release, and says what is missing or does not fit |
-| `snapshot` | writes what was taken from a release to `snapshots/<version>.json` |
+| `snapshot` | writes what was taken from a release to `facts.json`, and digests of code to `touched.json` |
 
-To look at a new release of vLLM, make its snapshot and read the difference to the one before:
+To look at a new release of vLLM, write what it has, and read what changed:
 
     cd tests/harness
     python -m guard.snapshot path/to/vllm-0.34.0-cp38-abi3-manylinux_2_28_x86_64.whl
-    diff guard/snapshots/0.33.0.json guard/snapshots/0.34.0.json
+    git diff
 
-A function whose `body` differs was changed by that release: those of `names` have to be read. Then the end-to-end tests
-run on it, and the invariants' `releases` take it in.
+`facts.json` gets an entry "0.34.0" where a signature or a statement differs from the release before. `touched.json` has a
+column a release: a function whose digest differs was changed, and has to be read. Then the end-to-end tests run on it.
 """

@@ -175,13 +175,9 @@ def _check_complete(abstract: Facts, ours: Sources) -> Iterator[str]:
 
 
 def _check_invariants(invariants: Facts, version: str) -> Iterator[str]:
-    """Each by its entry for the release; of a release that none names yet, one entry of the name has to hold."""
-    for name in dict.fromkeys(each.name for each in INVARIANTS):
-        entries = [each for each in INVARIANTS if each.name == name]
-        entries = [each for each in entries if each.holds_in(version)] or entries
-        broken = [_broken(each, invariants) for each in entries]
-        if all(broken):
-            yield f"{broken[-1]}; {name}, else {entries[-1].why}"
+    for each in INVARIANTS:
+        if each.holds_in(version) and (broken := _broken(each, invariants)):
+            yield f"{broken}; {each.name}, else {each.why}"
 
 
 def _broken(each: Invariant, invariants: Facts) -> str | None:

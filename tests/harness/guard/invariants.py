@@ -15,19 +15,20 @@ class Invariant:
         why: what would happen if it did not.
         where: "module:name" of the function.
         does: code in it, in this order; `...` stands for anything (see `source`).
-        releases: of vLLM in which it holds.
+        releases: of vLLM in which the code has this form, as a version specifier. The last form is open, so that it is
+            what a new release is held to.
     """
 
     name: str
     why: str
     where: str
     does: tuple[str, ...]
-    releases: str = ">=0.29,<0.34"
+    releases: str = ""
 
     @property
     def key(self) -> str:
-        """The entry's name in a snapshot."""
-        return f"{self.name} [{self.where}] {self.releases}"
+        """The entry's name in facts.json."""
+        return f"{self.name} [{self.where}] {self.releases}".rstrip()
 
     def holds_in(self, version: str) -> bool:
         return Version(version) in SpecifierSet(self.releases)
@@ -172,7 +173,7 @@ INVARIANTS = [
             ),
             releases,
         )
-        for module, releases in (("kv_cache_utils", ">=0.29,<0.33"), ("kv_cache_planning", ">=0.33,<0.34"))
+        for module, releases in (("kv_cache_utils", "<0.33"), ("kv_cache_planning", ">=0.33"))
     ),
     Invariant(
         "states are published with the step that computes them, and where a table's block has them",
@@ -223,8 +224,8 @@ INVARIANTS = [
             releases,
         )
         for build, releases in (
-            ("builder.build(..., common_attn_metadata=common_attn_metadata)", ">=0.29,<0.32"),
-            ("attn_group.build_metadata(common_attn_metadata, ubid or 0, **extra_attn_metadata_args)", ">=0.32,<0.34"),
+            ("builder.build(..., common_attn_metadata=common_attn_metadata)", "<0.32"),
+            ("attn_group.build_metadata(common_attn_metadata, ubid or 0, **extra_attn_metadata_args)", ">=0.32"),
         )
     ),
     *(
@@ -240,10 +241,10 @@ INVARIANTS = [
             releases,
         )
         for build, releases in (
-            ("attn_metadata_builder.build(..., common_attn_metadata=common_attn_metadata)", ">=0.29,<0.32"),
+            ("attn_metadata_builder.build(..., common_attn_metadata=common_attn_metadata)", "<0.32"),
             (
                 "attn_group.build_metadata(common_attn_metadata, ubatch_idx, **attn_metadata_extra_kwargs)",
-                ">=0.32,<0.34",
+                ">=0.32",
             ),
         )
     ),
@@ -292,14 +293,14 @@ INVARIANTS = [
             "torch.add(self.kernel_block_offsets, block_table.unsqueeze(-1), "
             "alpha=self.kernel_block_stride or blocks_per_kv_block, out=...)",
         ),
-        releases=">=0.32,<0.34",
+        releases=">=0.32",
     ),
     Invariant(  # the plugin refuses smaller kernel blocks in these (`versions.splits_in_builders`)
         "kernel block j of block b is n * b + j",
         "latents beside states would be read from blocks of other requests",
         "vllm.v1.worker.block_table:BlockTable.map_to_kernel_blocks",
         ("kv_manager_block_ids.reshape(-1, 1) * blocks_per_kv_block + kernel_block_arange",),
-        releases=">=0.29,<0.32",
+        releases="<0.32",
     ),
     Invariant(
         "OffloadingConnector stores no more of a request than its limit",
@@ -328,8 +329,8 @@ INVARIANTS = [
             releases,
         )
         for function, releases in (
-            ("build_connector_meta", ">=0.29,<0.33"),
-            ("_build_connector_meta", ">=0.33,<0.34"),
+            ("build_connector_meta", "<0.33"),
+            ("_build_connector_meta", ">=0.33"),
         )
     ),
     *(
@@ -341,8 +342,8 @@ INVARIANTS = [
             releases,
         )
         for function, code, releases in (
-            ("_prepare_eager_store_specs", "bhash_with_group = gpu_block.block_hash", ">=0.29,<0.30"),
-            ("_process_store_completion", "primary_hash = gpu_block.block_hash", ">=0.30,<0.34"),
+            ("_prepare_eager_store_specs", "bhash_with_group = gpu_block.block_hash", "<0.30"),
+            ("_process_store_completion", "primary_hash = gpu_block.block_hash", ">=0.30"),
         )
     ),
     Invariant(
