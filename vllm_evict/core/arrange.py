@@ -21,10 +21,10 @@ PADDING = 0.05
 
 
 class Place(NamedTuple):
-    """Place of one layer's heads of one class on one rank.
+    """Where successive KV heads of one layer are on one rank.
 
     Attributes:
-        group: index among the groups of the class.
+        group: index of the KV group; in an `Arrangement` among the groups of the class.
         first: head slot of the first head in the group's pages.
         heads: number of heads; 0 if the layer has no head of the class on this rank.
     """

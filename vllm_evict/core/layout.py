@@ -1,25 +1,10 @@
 """Assigns KV heads of all layers to KV groups and to head slots of their pages."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-from .arrange import Arrangement
-
-
-class Place(NamedTuple):
-    """Successive KV heads of one layer on one rank. The places of a layer are in the order of its heads.
-
-    Attributes:
-        group: index of the KV group.
-        first: head slot of the first head in the group's pages.
-        heads: number of heads.
-    """
-
-    group: int
-    first: int
-    heads: int
+from .arrange import Arrangement, Place
 
 
 @dataclass(frozen=True)
@@ -29,7 +14,7 @@ class Layout:
     Attributes:
         groups: for each KV group the name of its class (see `KVPolicyConfig.classes`).
         width: head slots of a page, the same on all ranks.
-        places: places[rank][layer], in the order of the layer's heads.
+        places: places[rank][layer], in the order of the layer's heads; their groups count over both classes.
         order: int64 [layers, kv_heads], new place -> KV head of the model; None if heads keep their order.
     """
 
@@ -46,7 +31,7 @@ class Layout:
         places = tuple(
             tuple(
                 tuple(
-                    Place(first_group[which] + place.group, place.first, place.heads)
+                    place._replace(group=first_group[which] + place.group)
                     for which, place in enumerate(layer)
                     if place.heads
                 )
