@@ -412,6 +412,19 @@ def test_an_answer_waits_a_minute_at_most(engine, audited, monkeypatch):
     server.assert_nothing_left()
 
 
+@pytest.mark.since("0.32", "it has no max_num_active_seqs")
+def test_a_shadow_needs_a_place_among_active_requests(engine, audited, at_once):
+    """Else it would wait before all requests of clients, which cannot run either."""
+    server = engine(H2O, max_num_seqs=4, max_num_active_seqs=1)
+    server.generate([random_prompt(300, 1)], max_tokens=4)
+    server.add(random_prompt(100, 2), "long", max_tokens=40)
+    shadows = server.scheduler.part(ShadowRequests)
+    server.run(lambda server: [] if shadows.current is None else pytest.fail("a shadow waits"))
+    settle(server)
+    assert len(audited) == 2
+    server.assert_nothing_left()
+
+
 def test_rows_that_do_not_come_make_no_verdict(engine, audited, monkeypatch):
     server = engine(H2O)
     for broken in (lambda *_: None, lambda self, *_: self._scored.update(dict.fromkeys(self._rows, np.zeros((1, 3))))):
