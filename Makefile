@@ -22,7 +22,7 @@ on-push := $(lane-unit) $(lane-engine) $(lane-compat)
 # Of some files those with a mark.
 marked = $(if $(2),$(shell grep -lwF mark.$(1) $(2)))
 
-.PHONY: help demo test test-all $(LANES:%=test-%) lint format types docs docs-serve wheel bench peers bench-gpu check-gpu \
+.PHONY: help demo test test-all $(LANES:%=test-%) browser lint format types docs docs-serve wheel bench peers bench-gpu check-gpu \
 	quality external clean
 .DELETE_ON_ERROR:
 
@@ -70,6 +70,11 @@ $(LANES:%=test-%): test-%: $(READY)
 	$(if $(filter engine device long,$*),$(call on-v2,$(lane-$*),$(if $(filter engine,$*),$(PUSH))))
 	$(if $(filter long,$*),$(call on-v2,$(lane-engine),-m nightly))
 	$(if $(filter device,$*),$(on-triton))
+
+# For the tests that open pages, which are skipped without one.
+test-peers test-all: browser
+browser:
+	@scripts/browser.sh
 
 lint: $(READY)  ## ruff: rules and format
 	$(BIN)/ruff check .

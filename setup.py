@@ -128,7 +128,12 @@ setup(
         CONFIGS,
     ],
     package_dir={TRITON_KERNELS: "triton_kernels", CONFIGS: "configs"},
-    package_data={"vllm_evict": ["py.typed"], "vllm_evict.integration.start": ["touched.json"], CONFIGS: ["*.yaml"]},
+    package_data={
+        "vllm_evict": ["py.typed"],
+        "vllm_evict.integration.start": ["touched.json"],
+        "vllm_evict.eval": ["show.css", "show.js"],
+        CONFIGS: ["*.yaml"],
+    },
     # A checkout alone has the first: in a wheel it would replace triton_kernels/__init__.py, and hide its modules.
     exclude_package_data={"vllm_evict": ["triton_kernels/*"], CONFIGS: ["duo*"]},
     ext_modules=extensions(),

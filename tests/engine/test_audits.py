@@ -5,16 +5,21 @@ import logging
 
 import numpy as np
 import pytest
+import torch
 from engine import logprobs_of, random_prompt
+from parts import part_of
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.interface import PauseState
 
+from vllm_evict.compute.mass import BlockMass
+from vllm_evict.compute.sums import RunningSums
 from vllm_evict.core.audit import CLEARLY
 from vllm_evict.integration.engine import audits
 from vllm_evict.integration.engine.audits import Audits
 from vllm_evict.integration.engine.pressure import RoomMaker
 from vllm_evict.integration.engine.shadows import ShadowRequests
+from vllm_evict.integration.start.capabilities import refuse
 from vllm_evict.integration.worker.scored import Scorer
 
 #: A tenth of the longest prompts.
@@ -29,12 +34,12 @@ def prompts(count, longest=500):
 
 @pytest.fixture
 def audited(monkeypatch):
-    """List of (answer, verdict, tokens that its shadow computed) of all audits."""
+    """List of (answer, verdict, tokens that its shadow computed, missed mass) of all audits."""
     found, judge = [], Audits.judge
 
-    def judged(self, answer, verdict, computed):
-        found.append((answer, verdict, computed))
-        judge(self, answer, verdict, computed)
+    def judged(self, *audit):
+        found.append(audit)
+        judge(self, *audit)
 
     monkeypatch.setattr(Audits, "judge", judged)
     return found
@@ -67,7 +72,7 @@ def settle(server):
 
 def verdicts(audited):
     """Verdict of each answer by its tokens."""
-    return {tuple(answer.request.all_token_ids): verdict for answer, verdict, _ in audited}
+    return {tuple(answer.request.all_token_ids): verdict for answer, verdict, *_ in audited}
 
 
 def skipped(server):
@@ -83,8 +88,8 @@ def test_full_attention_gives_what_full_gave(request, audited, make):
     settle(server)
     own = len(audited)
     assert own == 6
-    for answer, verdict, _ in audited:
-        assert answer.kept == "all" and verdict.identical and not verdict.changed
+    for answer, verdict, _, missed in audited:
+        assert answer.kept == "all" and verdict.identical and not verdict.changed and missed == 0
         assert verdict.tokens == verdict.agreed == TOKENS and 0 <= verdict.gap <= 1e-3 * TOKENS
     server.assert_nothing_left()
 
@@ -100,7 +105,7 @@ def test_a_tenth_of_the_cache_is_judged_as_stock_vllm_judges_it(engine, audited,
     server.assert_nothing_left()
     assert len(audited) == 100 and not skipped(server)
     assert sum(scored) == 100 * TOKENS
-    hits = [(len(answer.request.all_token_ids) - 1 - computed) for answer, _, computed in audited]
+    hits = [(len(answer.request.all_token_ids) - 1 - computed) for answer, _, computed, _ in audited]
     assert all(0 <= hit <= answer.first and hit % 32 == 0 for hit, (answer, *_) in zip(hits, audited)) and sum(hits) > 0
     assert {answer.kept for answer, *_ in audited} <= {"all", "50-100", "25-50", "10-25"}
     stock = engine(None, max_num_batched_tokens=256)
@@ -127,6 +132,69 @@ def test_a_tenth_of_the_cache_is_judged_as_stock_vllm_judges_it(engine, audited,
         assert verdict.first == first
         differ += first is not None
     assert differ > 50
+
+
+KEYS = {**H2O, "name": "keydiff", "allow": []}
+MISSED = {
+    "h2o": ("engine", H2O, {"max_num_batched_tokens": 96}),
+    "async": ("async_engine", H2O, {"max_num_batched_tokens": 256}),
+    # What decisions compare is no sum of shares, or no attention at all.
+    "maximum": ("engine", {**H2O, "heads": "max", "layers": "max"}, {}),
+    "keys": ("engine", KEYS, {"enable_prefix_caching": False}),
+}
+
+
+@pytest.mark.both_runners("h2o", "keys")
+@pytest.mark.parametrize("name", MISSED)
+def test_missed_mass_is_that_of_the_dense_oracle(request, audited, dense, name):
+    """Bar 7: the share of their attention that the answer's queries pay to blocks that were gone by its end."""
+    make, policy, options = MISSED[name]
+    server = request.getfixturevalue(make)(policy, **options)
+    answered = server.answered(
+        [(prompt, {"max_tokens": TOKENS + 30 * (at % 2)}) for at, prompt in enumerate(prompts(8))]
+    )
+    settle(server)
+    assert len(audited) == 8 and not skipped(server)
+    missed = {tuple(answer.request.all_token_ids): share for answer, _, _, share in audited}
+    for prompt, output, trace in answered:
+        ids, gone = [*prompt, *output.outputs[0].token_ids], sorted(sum(trace.evicted, []))
+        known = missed_by(dense, ids, len(prompt) - 1, gone)
+        np.testing.assert_allclose(missed[tuple(ids)], known, atol=1e-5)
+        assert (known > 0) == bool(gone)
+    counts = server.scheduler.part(Audits)._totals[True]
+    assert counts["measured"] == sum(share > 0 for share in missed.values()) > 4
+    np.testing.assert_allclose(counts["missed_mass"], sum(missed.values()))
+    server.assert_nothing_left()
+
+
+def missed_by(dense, ids, first, gone):
+    """The share by the oracle: of queries from `first` to the last but one token, over all heads and layers."""
+    causal = torch.ones(len(ids) - 1, len(ids) - 1, dtype=torch.bool).tril()
+    _, probs = dense.forward(ids[:-1], dense.new_cache(), causal, want_probs=True)
+    lost = torch.isin(torch.arange(len(ids) - 1) // 32, torch.tensor(gone))
+    paid = probs[:, :, first:].double()
+    return float(paid[..., lost].sum() / paid.sum())
+
+
+def test_what_cannot_be_measured_is_left_out(engine, audited, monkeypatch):
+    """By token, where no kernel measures, and where a report does not come: the rest of the audit stays."""
+    by_token = engine({**H2O, "granularity": "token"})
+    by_token.generate(prompts(2), max_tokens=TOKENS)
+    settle(by_token)
+    with pytest.MonkeyPatch.context() as patched:
+        for module in (audits, refuse):
+            patched.setattr(module, "measures_mass", lambda vllm_config: False)
+        unread = engine(KEYS)
+    assert "without missed mass" in unread.scheduler.part(Audits).described
+    assert part_of(unread.runtime, BlockMass) is None
+    unread.generate(prompts(2), max_tokens=TOKENS)
+    settle(unread)
+    late = engine(KEYS)
+    monkeypatch.setattr(RunningSums, "report", lambda self, *_: {})
+    late.generate([random_prompt(300)], max_tokens=TOKENS)
+    settle(late)
+    assert len(audited) == 5 and [missed for *_, missed in audited] == [None] * 5
+    assert not any(skipped(server) for server in (by_token, unread, late))
 
 
 @pytest.mark.both_runners
@@ -245,8 +313,8 @@ def test_sampled_answers_surprise_as_much_as_they_should(engine, audited):
         server.generate(prompts(40), SamplingParams(temperature=0.7, max_tokens=40, ignore_eos=True, seed=3))
         settle(server)
         assert len(audited) == 40
-        tokens = sum(verdict.tokens for _, verdict, _ in audited)
-        more.append(sum(verdict.surprise - verdict.expected for _, verdict, _ in audited) / tokens)
+        tokens = sum(verdict.tokens for _, verdict, *_ in audited)
+        more.append(sum(verdict.surprise - verdict.expected for _, verdict, *_ in audited) / tokens)
         assert server.scheduler.part(Audits)._totals[policy is H2O]["sampled_requests"] > 30
     assert abs(more[0]) < 0.15 < more[1]
 
@@ -341,6 +409,19 @@ def test_an_answer_waits_a_minute_at_most(engine, audited, monkeypatch):
     assert len(part) == 0 and skipped(server) == {"late": 1}
     server.run()
     settle(server)
+    server.assert_nothing_left()
+
+
+@pytest.mark.since("0.32", "it has no max_num_active_seqs")
+def test_a_shadow_needs_a_place_among_active_requests(engine, audited, at_once):
+    """Else it would wait before all requests of clients, which cannot run either."""
+    server = engine(H2O, max_num_seqs=4, max_num_active_seqs=1)
+    server.generate([random_prompt(300, 1)], max_tokens=4)
+    server.add(random_prompt(100, 2), "long", max_tokens=40)
+    shadows = server.scheduler.part(ShadowRequests)
+    server.run(lambda server: [] if shadows.current is None else pytest.fail("a shadow waits"))
+    settle(server)
+    assert len(audited) == 2
     server.assert_nothing_left()
 
 

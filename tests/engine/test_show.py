@@ -1,5 +1,7 @@
 """`vllm-evict show`: one page of a prompt, with what became of each block, and where the answer differs."""
 
+import itertools
+import json
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -10,10 +12,11 @@ from vllm_evict.eval.prompts import Prompts
 from vllm_evict.eval.show import page
 from vllm_evict.eval.tasks import make
 from vllm_evict.eval.words import Filler
-from vllm_evict.integration.show import Shown, pieces, run
+from vllm_evict.integration.show import GONE, HOST, Shown, Step, pieces, run
 
 MODEL = str(Path(__file__).parents[2] / "examples/needle/model")
-POLICY = {"name": "sink-window", "budget": 192, "sink": 32, "recent": 64, "buffer": 32}
+SIZES = {"budget": 192, "sink": 32, "recent": 64, "buffer": 32}
+POLICY = {"name": "sink-window", **SIZES}
 OPTIONS = {
     "dtype": "float32",
     "max_model_len": 1024,
@@ -26,69 +29,126 @@ OPTIONS = {
 
 
 class Page(HTMLParser):
-    """Elements of a page: blocks as (attributes, text), marked words, rows of the table, and what is loaded."""
+    """Elements of a page: texts of blocks, marked words, rows of the table, what its script reads, and what is loaded."""
 
     def __init__(self, text):
         super().__init__()
-        self.blocks, self.marked, self.rows, self.loaded, self._at = [], [], [], [], None
+        self.blocks, self.marked, self.rows, self.loaded, self._open = [], [], [], [], []
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
         attributes = dict(attributes)
         self.loaded += [attributes[name] for name in ("src", "href") if name in attributes]
-        if tag == "span" and attributes.get("class", "").startswith("b "):
-            self.blocks.append([attributes, ""])
-            self._at = self.blocks[-1]
-        if tag == "mark":
-            self._at = [{}, ""]
-            self.marked.append(self._at)
-        if tag == "tr" and "data-computed" in attributes:
+        if tag == "span" and attributes.get("class") == "b":
+            self.blocks.append("")
+        elif tag == "mark":
+            self.marked.append("")
+        elif tag == "tr" and "data-computed" in attributes:
             self.rows.append(int(attributes["data-computed"]))
+        if tag not in ("meta", "input"):  # these have no end
+            self._open.append("block" if attributes.get("class") == "b" else attributes.get("id", tag))
 
     def handle_data(self, data):
-        if self._at is not None:
-            self._at[1] += data
+        if "block" in self._open:
+            self.blocks[-1] += data
+        elif "mark" in self._open:
+            self.marked[-1] += data
+        elif self._open[-1:] == ["data"]:
+            self.data = json.loads(data)
 
     def handle_endtag(self, tag):
-        if tag in ("span", "mark"):
-            self._at = None
+        self._open.pop()
+
+
+def asked():
+    """A needle question of 600 tokens, as text."""
+    prompts = Prompts(MODEL)
+    return prompts.tokenizer.decode(prompts.ids(make("niah", 600, 0.3, 0, 0, prompts.count, Filler()))[1:])
+
+
+def where(shown, fate, group=0):
+    """After each step the blocks of which this became."""
+    return [{at for at, its in enumerate(step.fates[group]) if its == fate} for step in shown.steps]
 
 
 def test_a_page_says_what_became_of_a_prompt(async_stays):
-    prompts = Prompts(MODEL)
-    sample = make("niah", 600, 0.3, 0, 0, prompts.count, Filler())
-    text = prompts.tokenizer.decode(prompts.ids(sample)[1:])
-    shown = run(MODEL, KVPolicyConfig.parse(POLICY), text, 24, OPTIONS)
+    shown = run(MODEL, KVPolicyConfig.parse(POLICY), text := asked(), 24, OPTIONS)
     assert "".join(shown.prompt).endswith(text) and shown.block_size == 32
     assert shown.answer[: shown.same] == shown.full[: shown.same]
-    gone = [block for each in shown.decisions for block in each.blocks]
     # What sink-window evicts, in its order: after the sinks, from the oldest block on.
-    assert gone == list(range(1, 1 + len(gone))) and len(gone) > 10
-    computed = [each.computed for each in shown.decisions]
+    gone = where(shown, GONE)
+    assert all(each == set(range(1, 1 + len(each))) for each in gone) and len(gone[-1]) > 10
+    assert all(before < after for before, after in itertools.pairwise(gone))
+    computed = [each.computed for each in shown.steps]
     assert computed == sorted(computed) and computed[-1] <= len(shown.prompt) + len(shown.answer)
-    held = -(-computed[-1] // 32) - len(gone)
-    assert held == 192 // 32
+    held = [each for each in shown.steps[-1].fates[0] if each != GONE]
+    assert len(held) == 192 // 32 and held[0] == held[-1] == "k"
+    ages = held[1:-2]  # what the decision compared, the oldest least important
+    assert ages == sorted(ages) and ages[0] < ages[-1]
 
     found = Page(page(shown, "needle <& sink-window>"))
     assert not found.loaded and found.rows == computed
     assert len(found.blocks) == -(-(len(shown.prompt) + len(shown.answer)) // 32)
-    assert "".join(text for _, text in found.blocks) == "".join(shown.prompt + shown.answer)
-    for at, (attributes, _) in enumerate(found.blocks):
-        step = next((number for number, each in enumerate(shown.decisions, 1) if at in each.blocks), None)
-        assert attributes.get("data-gone") == (None if step is None else str(step))
-        assert attributes["class"] == ("b kept" if step is None else "b gone")
-        assert attributes["title"].startswith(f"tokens {32 * at} to ")
+    assert "".join(found.blocks) == "".join(shown.prompt + shown.answer)
+    assert [each["fates"] for each in found.data["steps"]] == [each.fates for each in shown.steps]
     differ = [texts[shown.same] for texts in (shown.answer, shown.full) if shown.same < len(texts)]
-    assert [text for _, text in found.marked] == differ
+    assert found.marked == differ
+
+
+def test_blocks_on_the_host_are_shown(async_stays):
+    host = {"name": "h2o", **SIZES, "evict": "host", "host": "64MiB", "recall": "quest"}
+    shown = run(MODEL, KVPolicyConfig.parse(host), asked(), 8, OPTIONS)
+    away = where(shown, HOST)
+    assert len(away[-1]) > 10 and not where(shown, GONE)[-1]
+    assert any(before - after for before, after in itertools.pairwise(away))  # a block came back
+
+
+def test_what_layers_read_on_the_host_is_shown(async_stays):
+    """Each layer reads as many blocks of the host as it chooses; answers are compared with stock full attention's."""
+    reach = {"name": "full", "evict": "host", "host": "64MiB", **SIZES, "read": 160}
+    shown = run(MODEL, KVPolicyConfig.parse(reach), asked(), 8, OPTIONS)
+    decodes = [step for step in shown.steps if step.reads]
+    assert len(decodes) == len(shown.answer) - 1 > 0 and len(shown.full) > 1
+    for step in decodes:
+        on_host = {at for at, its in enumerate(step.fates[0]) if its == HOST}
+        # 5 blocks, of which a sink and 3 of recent tokens: what is chosen may be in the pool too.
+        assert len(step.reads) == 4 and all(len(blocks) <= 2 for blocks in step.reads)
+        assert any(on_host & {*blocks} for blocks in step.reads)
+    assert [part.name for part in shown.parts] == [f"layer {layer}" for layer in range(4)]
+
+
+@pytest.mark.parametrize("name", ["adakv", "duo"])
+def test_heads_that_are_split_are_shown_apart(async_stays, name):
+    policies = {
+        "adakv": {"name": "adakv", **SIZES},
+        "duo": {"name": "duo", "pattern": ["10", "10", "01", "11"], "sink": 32, "recent": 64},
+    }
+    shown = run(MODEL, KVPolicyConfig.parse(policies[name]), asked(), 8, OPTIONS | {"num_gpu_blocks_override": 256})
+    assert sum(part.heads for part in shown.parts) == 8
+    if name == "adakv":
+        assert shown.parts[0].name == "layer 0, KV head 0 (band-0)"
+        assert where(shown, GONE, 0)[-1] != where(shown, GONE, 1)[-1]
+    else:
+        lost = {part.name: bool(where(shown, GONE, part.group)[-1]) for part in shown.parts}
+        assert lost == {
+            "layer 0, KV head 0 (retrieval)": False,
+            "layer 0, KV head 1 (streaming)": True,
+            "layer 1, KV head 0 (retrieval)": False,
+            "layer 1, KV head 1 (streaming)": True,
+            "layer 2, KV head 1 (retrieval)": False,
+            "layer 2, KV head 0 (streaming)": True,
+            "layer 3, KV heads 0, 1 (retrieval)": False,
+        }
+    Page(page(shown, name))
 
 
 def test_a_page_of_8000_tokens_marks_the_first_difference():
     words = [f"w{at}<b> " for at in range(8000)]
-    shown = Shown(words, ["a", " b", " c"], ["a", " b", " d"], 2, [], 16)
+    shown = Shown(words, ["a", " b", " c"], ["a", " b", " d"], [Step(8000, ["k" * 500], [])] * 250, 16)
     found = Page(text := page(shown, "m"))
     assert len(found.blocks) == 501 and len(text) < 1_000_000
-    assert [marked for _, marked in found.marked] == [" c", " d"] and "differ from token 3 on" in text
-    assert "Both answers are the same" in page(shown._replace(full=shown.answer, same=3), "m")
+    assert found.marked == [" c", " d"] and "differ from token 3 on" in text
+    assert "Both answers are the same" in page(shown._replace(full=shown.answer), "m")
 
 
 def test_pieces_of_tokens_are_the_text():
@@ -104,9 +164,9 @@ def test_pieces_of_tokens_are_the_text():
     [
         ({"name": "full"}, "full, which evicts nothing"),
         ({"name": "h2o", "budget": 256, "granularity": "token"}, "granularity: token"),
-        ({"name": "adakv", "budget": 256}, "a policy that splits heads"),
+        ({"name": "h2o", "budget": 256, "context": 512}, "a context"),
     ],
 )
 def test_what_cannot_be_shown_is_refused(change, what):
-    with pytest.raises(KVPolicyError, match=f"show got {what}; expected a policy that evicts whole blocks"):
+    with pytest.raises(KVPolicyError, match=f"show got {what}; expected a policy that evicts whole blocks, or moves"):
         run(MODEL, KVPolicyConfig.parse(change), "text", 8, OPTIONS)

@@ -484,4 +484,11 @@ MUTANTS = [
         "answer.request.all_token_ids[first:end]",
         ("audits -k full_gave",),
     ),
+    Mutant(
+        "queries of the prompt count in missed mass",
+        "integration/engine/audits.py",
+        "start=shadow.answer.first, summed=True",
+        "start=0, summed=True",
+        ("audits -k oracle",),
+    ),
 ]

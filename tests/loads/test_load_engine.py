@@ -46,7 +46,12 @@ def test_each_kind_of_engine_under_random_load(models, async_stays, complaints, 
     case, programs = make_case(number, kind), OF_KIND.get(kind, PROGRAMS)
     monkeypatch.setattr(audits, "IDLE_ONLY", 0.0)
     judge = Audits.judge
-    monkeypatch.setattr(Audits, "judge", lambda self, *args: counts.update(audits=1) or judge(self, *args))
+
+    def judged(self, *audit):
+        counts.update(audits=1, measured=bool(audit[-1]))
+        judge(self, *audit)
+
+    monkeypatch.setattr(Audits, "judge", judged)
     run_case(case, models, range(programs), SIZE, counts)
     assert counts["requests"] + counts["refused"] == SIZE * programs
     assert counts["finished"] + counts["aborted"] == counts["requests"]
@@ -65,6 +70,7 @@ def test_each_kind_of_engine_under_random_load(models, async_stays, complaints, 
         assert kind != "host" or (counts["recalled blocks"] and counts["asked again"])
         assert counts["pages"] > 100 or not case.options["enable_prefix_caching"]
         assert kind != "audited" or counts["audits"] > 20
+        assert kind != "audited" or counts["measured"] > 5 or case.policy.get("granularity") == "token"
         # Where heads are split, each part calls the attention kernel by itself.
         assert counts["bit-equal"] == counts["pages"] or kind in ("bands", "allocated", "duo", "gaps")
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_evict.core.audit import CLEARLY, Verdict, kept_label, wilson
+from vllm_evict.core.audit import CLEARLY, Verdict, kept_label, missed_mass, wilson
+from vllm_evict.core.plan import Report
 from vllm_evict.integration.worker.scored import AT_ONCE, Scorer, score
 
 
@@ -28,6 +29,16 @@ def test_requests_are_grouped_by_the_share_that_they_kept():
     assert kept_label(3, 10, 10) == "50-100"  # what it lost came back, or it started over
     labels = [kept_label(100 - held, held, 100) for held in (99, 50, 49, 25, 24, 10, 9, 0)]
     assert labels == ["50-100", "50-100", "25-50", "25-50", "10-25", "10-25", "0-10", "0-10"]
+
+
+def test_missed_mass_is_a_share_of_all_that_was_measured():
+    mass, gone = Report(np.arange(4), {"mass": np.array([2.0, 1.0, 0.5, 0.5])}), np.array([1, 3])
+    assert missed_mass(mass, gone) == 1.5 / 4
+    assert missed_mass(None, gone[:0]) == missed_mass(mass, gone[:0]) == 0
+    late = Report(np.arange(3), {"mass": np.ones(3)})
+    broken = Report(np.arange(4), {"mass": np.array([1.0, np.nan, 1.0, 1.0])})
+    nothing = Report(np.arange(4), {"mass": np.zeros(4)})
+    assert [missed_mass(report, gone) for report in (None, late, broken, nothing)] == [None] * 4
 
 
 @pytest.mark.parametrize("share, n", [(0.98, 100), (0.9, 100), (0.95, 400), (0.5, 60)])

@@ -24,6 +24,13 @@ PARTS = {
     "full": ({"name": "full", "allow": []}, "Source", "", ""),
     "sink-window": ({"name": "sink-window", "budget": 64, "allow": []}, "Source", "", ""),
     "h2o": ({"name": "h2o", **SMALL}, "Source", "BlockMass", ""),
+    "audits": ({"name": "keydiff", **SMALL, "audit": 0.5}, "Source", "BlockMass CachedStatistics", ""),
+    "audits by token": (
+        {"name": "h2o", **SMALL, "granularity": "token", "audit": 0.5},
+        "Source",
+        "BlockMass TokenMass",
+        "Compactor",
+    ),
     "tokens": ({"name": "h2o", **SMALL, "granularity": "token"}, "Source", "BlockMass TokenMass", "Compactor"),
     "keys by token": ({"name": "keydiff", **SMALL, "granularity": "token"}, "Source", "CachedStatistics", "Compactor"),
     "keys": ({"name": "keydiff", **SMALL}, "Source", "CachedStatistics", ""),

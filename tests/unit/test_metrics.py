@@ -65,7 +65,7 @@ def test_audits_are_shown_by_policy_and_share_kept(shown):
     found = shown(tally.take({}))
     assert found["audit_target", "h2o"] == 0.9
     assert found["audit_requests_total", "h2o", "all"] == found["audit_requests_total", "h2o", "10-25"] == 0
-    tally.audit("h2o", "10-25", requests=1, identical=True, tokens=8, agreed=8, gap=0.0)
+    tally.audit("h2o", "10-25", requests=1, identical=True, tokens=8, agreed=8, gap=0.0, measured=1, missed_mass=0.25)
     tally.audit("h2o", "10-25", requests=1, identical=False, tokens=4, agreed=3, gap=0.75)
     tally.audit("h2o", "all", sampled_requests=1, sampled_tokens=5, surprise=2.5, expected=3.0)
     tally.skip("full", "grammar")
@@ -74,6 +74,8 @@ def test_audits_are_shown_by_policy_and_share_kept(shown):
     assert found["audit_identical_total", "h2o", "10-25"] == 1
     assert found["audit_tokens_agreed_total", "h2o", "10-25"] == 11
     assert found["audit_gap_nats_total", "h2o", "10-25"] == 0.75
+    assert found["audit_missed_mass_total", "h2o", "10-25"] == 0.25
+    assert found["audit_measured_total", "h2o", "10-25"] == 1
     assert found["audit_surprise_nats_total", "h2o", "all"] == 2.5
     assert found["audit_expected_nats_total", "h2o", "all"] == 3
     assert found["audit_skipped_total", "full", "grammar"] == 1

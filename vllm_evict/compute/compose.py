@@ -57,6 +57,10 @@ def compose(config: KVPolicyConfig, shape: Shape, store: Store, holes: Holes) ->
         sums = RunningSums(shape.max_requests, *sizes, *reduced, device, shape.of_layers)
         tests, tests_in_graphs = "pivots" in config.statistics, "pivots" in config.policy.measures
         probes.append(BlockMass(sums, tests, tests_in_graphs, in_graphs=not by_token))
+    if config.audit and not by_token:
+        # Shadows of answers, one at a time.
+        answers = RunningSums(1, shape.kv_heads, shape.layers, shape.max_blocks, size, "sum", "sum", device)
+        probes.append(BlockMass(answers, tests=False, tests_in_graphs=False, in_graphs=False, summed=True))
     if config.statistics & RUNNING and by_token:
         tokens = TokenSums(shape.max_requests, shape.kv_heads, shape.layers, size, shape.max_blocks, device)
         probes.append(TokenMass(tokens, shape.max_requests * shape.held_blocks))

@@ -22,11 +22,11 @@ class SumsProbe(Probe):
 
     Args:
         sums: of the KV group.
-        per_token: whether it measures the requests that are measured by token, or the others.
+        per_token, summed: as `Scoring` has them, of the requests that it measures.
     """
 
-    def __init__(self, sums: RunningSums, per_token: bool) -> None:
-        self.sums, self._per_token = sums, per_token
+    def __init__(self, sums: RunningSums, per_token: bool = False, summed: bool = False) -> None:
+        self.sums, self._measures = sums, (per_token, summed)
 
     @property
     def is_active(self) -> bool:
@@ -45,7 +45,7 @@ class SumsProbe(Probe):
         for req_id in plan.restored:
             sums.unpark(req_id, holes.count(req_id))
         for req_id, scoring in plan.track.items():
-            if scoring.per_token == self._per_token:
+            if (scoring.per_token, scoring.summed) == self._measures:
                 sums.start(req_id, scoring)
                 sums.set_holes(req_id, holes.count(req_id))
         for req_id, trigger in plan.triggers.items():
@@ -62,10 +62,13 @@ class BlockMass(SumsProbe):
         tests: whether queries may be tested for pivotal blocks.
         tests_in_graphs: whether full graphs test queries too, which makes each layer slower.
         in_graphs: whether full graphs measure by block.
+        summed: as `Scoring` has it, of the requests that it measures.
     """
 
-    def __init__(self, sums: RunningSums, tests: bool, tests_in_graphs: bool, in_graphs: bool) -> None:
-        super().__init__(sums, per_token=False)
+    def __init__(
+        self, sums: RunningSums, tests: bool, tests_in_graphs: bool, in_graphs: bool, summed: bool = False
+    ) -> None:
+        super().__init__(sums, summed=summed)
         self._tests, self._tests_in_graphs, self._in_graphs = tests, tests_in_graphs, in_graphs
         #: Memory of full graphs; None: none measures by block.
         self.memory: MassBuffers | None = None

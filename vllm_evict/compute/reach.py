@@ -193,6 +193,11 @@ class Reach(Source):
         )
         self.counts.update(from_host=from_host, in_room=in_room)
 
+    def last_read(self, req_id: str, place: int) -> list[int]:
+        """Return the blocks of the host that a request's last decode has read in one layer, ascending."""
+        held, read = (each[place, self._of[req_id].slot] for each in (self._held, self._read))
+        return sorted(held[read == self._steps].tolist())
+
     def rows(self, batch: StepBatch, rows: np.ndarray) -> tuple[ReachRows, np.ndarray, np.ndarray]:
         """Return what the kernel knows of rows that choose, int64 [R].
 

@@ -5,6 +5,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .plan import Report
+from .reports import flaw
+
 #: Nats by which full attention has to prefer a token of its own, so that an answer counts as changed: above what bf16
 #: and the make-up of batches change by themselves.
 CLEARLY = 0.5
@@ -72,6 +75,25 @@ class Verdict(NamedTuple):
             surprise=float(-own.sum()),
             expected=float(entropy.sum()),
         )
+
+
+def missed_mass(report: Report | None, gone: np.ndarray) -> float | None:
+    """Return the share of its attention that an answer pays, under full attention, to blocks that were gone at its end.
+
+    Args:
+        report: the mass that the answer's queries put on each block, over all heads and layers; None if it is missing.
+        gone: int64 [n], logical blocks, ascending.
+
+    Returns:
+        0 to 1; None without a sound report.
+    """
+    if not len(gone):
+        return 0.0
+    if report is None or flaw(report, frozenset({"mass"}), gone) is not None:
+        return None
+    mass = report.statistics["mass"]
+    total = float(mass.sum())
+    return float(mass[report.index.searchsorted(gone)].sum()) / total if total > 0 else None
 
 
 def wilson(right: float, n: int) -> tuple[float, float]:

@@ -31,6 +31,7 @@ class Scoring:
         statistic: the statistic that adds up, one of `policies.RUNNING`.
         start: position of the first query that counts.
         per_token: whether every token of every KV head is measured instead of blocks.
+        summed: whether heads and layers are added up, whatever the policy's `heads` and `layers` are.
     """
 
     accumulate: str
@@ -41,6 +42,7 @@ class Scoring:
     statistic: str = "mass"
     start: int = 0
     per_token: bool = False
+    summed: bool = False
 
     @classmethod
     def of(cls, config: KVPolicyConfig, trigger: int) -> "Scoring | None":

@@ -79,6 +79,11 @@ class Residence:
         """Number of blocks that are not in the pool."""
         return self.known - len(self.pool)
 
+    @property
+    def gone(self) -> np.ndarray:
+        """Blocks that are not in the pool: int64 [holes], ascending."""
+        return np.setdiff1d(np.arange(self.known), self.pool)
+
     def where(self, block: int) -> Where:
         """Return where a logical block is; a block that has no state yet is new, and in the pool."""
         at = int(self.pool.searchsorted(block))

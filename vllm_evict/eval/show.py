@@ -1,38 +1,17 @@
 """A page that shows what a policy evicted of one prompt, and where its answer differs from full attention's."""
 
+import json
+from collections import Counter
 from collections.abc import Iterator
 from html import escape
+from pathlib import Path
 
-from ..integration.show import Shown
+from ..integration.show import GONE, HOST, Shown, Step
 
-STYLE = """
-:root { color-scheme: light dark; --gone: #c0392b; --line: #8886; }
-body { font: 16px/1.55 system-ui, sans-serif; max-width: 60rem; margin: 0 auto; padding: 1rem; }
-h1 { font-size: 1.2rem; } h2 { font-size: 1rem; margin: 1.5rem 0 .3rem; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; font: 14px/1.6 ui-monospace, monospace; margin: 0; }
-.box { border: 1px solid var(--line); border-radius: 6px; padding: .6rem; }
-.kept { background: #2e86c126; } .gone { color: var(--gone); text-decoration: line-through; opacity: .55; }
-.b { border-radius: 3px; box-shadow: inset 0 -1px var(--line); } mark { background: #f4d03f; color: #000; }
-.bar { position: sticky; top: 0; background: Canvas; padding: .5rem 0; border-bottom: 1px solid var(--line); }
-input { width: 100%; } table { border-collapse: collapse; } td, th { text-align: right; padding: .1rem .8rem .1rem 0; }
-"""
-SCRIPT = """
-const slider = document.getElementById("step"), said = document.getElementById("said");
-const blocks = [...document.querySelectorAll(".b")], rows = [...document.querySelectorAll("tbody tr")];
-function show() {
-  const step = +slider.value, row = rows[step - 1];
-  let kept = 0;
-  for (const block of blocks) {
-    const gone = +block.dataset.gone <= step;
-    block.classList.toggle("gone", gone);
-    block.classList.toggle("kept", !gone);
-    kept += !gone;
-  }
-  said.textContent = `After decision ${step} of ${rows.length}` + (row ? `, at ${row.dataset.computed} tokens` : "") +
-    `: ${kept} of ${blocks.length} blocks kept.`;
-}
-slider.addEventListener("input", show); show();
-"""
+STYLE = (Path(__file__).parent / "show.css").read_text(encoding="utf-8")
+SCRIPT = (Path(__file__).parent / "show.js").read_text(encoding="utf-8")
+#: Fates for the table -> their heads.
+MOVES = {"gone": "blocks evicted", "host": "to the host", "back": "back", "read": "read on the host"}
 
 
 def page(shown: Shown, title: str) -> str:
@@ -42,44 +21,81 @@ def page(shown: Shown, title: str) -> str:
         shown: what became of the prompt.
         title: model and policy, for the heading.
     """
-    steps = len(shown.decisions)
+    steps = len(shown.steps)
     differs = shown.same < max(len(shown.answer), len(shown.full))
     said = f"The answers differ from token {shown.same + 1} on." if differs else "Both answers are the same."
+    moves = [name for name in MOVES if any(counts[name] for counts in _moves(shown.steps))] or ["gone"]
+    heads = "".join(f"<th>{MOVES[name]}</th>" for name in moves)
     rows = "".join(
-        f'<tr data-computed="{each.computed}"><td>{step}</td><td>{each.computed}</td><td>{len(each.blocks)}</td></tr>'
-        for step, each in enumerate(shown.decisions, 1)
+        f'<tr data-computed="{each.computed}"><td>{step}</td><td>{each.computed}</td>'
+        + "".join(f"<td>{counts[name]}</td>" for name in moves)
+        for step, (each, counts) in enumerate(zip(shown.steps, _moves(shown.steps)), 1)
     )
+    options = "".join(f'<option value="{at}">{escape(part.name)}</option>' for at, part in enumerate(shown.parts))
+    hidden = " hidden" if len(shown.parts) == 1 else ""
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(title)}</title><style>{STYLE}</style></head><body>
 <h1>{escape(title)}</h1>
-<p>{len(shown.prompt)} tokens of prompt in blocks of {shown.block_size}; {steps} decisions. {said}</p>
-<div class="bar"><input id="step" type="range" min="0" max="{steps}" value="{steps}" aria-label="decision">
-<div id="said"></div></div>
-<h2>Prompt and answer: kept, <span class="gone">evicted</span></h2><pre class="box">{"".join(_blocks(shown))}</pre>
-<h2>Answer under the policy</h2><pre class="box">{_answer(shown.answer, shown.same)}</pre>
-<h2>Answer under full attention</h2><pre class="box">{_answer(shown.full, shown.same)}</pre>
-<h2>Decisions</h2><table><thead><tr><th>decision</th><th>tokens computed</th><th>blocks evicted</th></tr></thead>
-<tbody>{rows}</tbody></table>
-<script>{SCRIPT}</script></body></html>
+<p>{len(shown.prompt)} tokens of prompt in blocks of {shown.block_size}; {steps} steps. {said}</p>
+<div class="bar"><div class="controls"><button id="before" aria-label="step before">&lt;</button>
+<input id="step" type="range" min="0" max="{steps}" value="{steps}" aria-label="step">
+<button id="after" aria-label="next step">&gt;</button></div>
+<select id="part" aria-label="layer and heads"{hidden}><option value="">all layers and heads</option>{options}</select>
+<div id="said" role="status"></div><div id="about" role="status">Tap a token to read what became of it.</div></div>
+<h2>A row for each step, a column for each block</h2>
+<div id="rows" class="box"><canvas id="picture" role="img" aria-label="fates of blocks by step"></canvas>
+<div id="now"></div></div>
+<h2>Prompt and <b>answer</b></h2>
+<p class="legend"><span class="b kept" style="--shade:.2">kept, less important</span>
+<span class="b kept" style="--shade:.8">more important</span> <span class="b host">on the host</span>
+<span class="b read host">read by this decode</span> <span class="b gone">evicted</span>
+<span class="b later">not computed yet</span></p>
+<pre class="box" id="text">{"".join(_blocks(shown))}</pre>
+<div class="two">
+<section><h2>Answer under the policy</h2><pre class="box">{_answer(shown.answer, shown.same)}</pre></section>
+<section><h2>Answer under full attention</h2><pre class="box">{_answer(shown.full, shown.same)}</pre></section></div>
+<details><summary>Steps in numbers</summary><table><thead><tr><th>step</th><th>tokens computed</th>{heads}</tr></thead>
+<tbody>{rows}</tbody></table></details>
+<script type="application/json" id="data">{_data(shown)}</script><script>{SCRIPT}</script></body></html>
 """
 
 
+def _data(shown: Shown) -> str:
+    """Return what the script reads, as JSON that can stand in a page."""
+    parts = [part._asdict() for part in shown.parts]
+    steps = [step._asdict() for step in shown.steps]
+    known = {"size": shown.block_size, "tokens": len(shown.prompt) + len(shown.answer), "parts": parts, "steps": steps}
+    return json.dumps(known, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _moves(steps: list[Step]) -> Iterator[Counter[str]]:
+    """Yield for each step how many blocks went where, over all KV groups; and blocks read, over all layers."""
+    before: list[str] = []
+    for step in steps:
+        counts = Counter(read=sum(map(len, step.reads)))
+        for group, fates in enumerate(step.fates):
+            known = before[group] if before else ""
+            for was, now in zip(known.ljust(len(fates), "k"), fates):
+                counts["gone"] += now == GONE != was
+                counts["host"] += now == HOST != was
+                counts["back"] += was == HOST and now not in (GONE, HOST)
+        before = step.fates
+        yield counts
+
+
 def _blocks(shown: Shown) -> Iterator[str]:
-    """Yield an element for each block of prompt and answer, with the number of the decision that evicted it."""
-    texts, size = shown.prompt + shown.answer, shown.block_size
-    gone = {block: step for step, each in enumerate(shown.decisions, 1) for block in each.blocks}
-    for block, start in enumerate(range(0, len(texts), size)):
-        end, step = min(start + size, len(texts)), gone.get(block)
-        fate = f"evicted by decision {step}" if step else "kept"
-        data = f' data-gone="{step}"' if step else ""
-        data += f' title="tokens {start} to {end - 1}, {fate}"'
-        text = escape("".join(texts[start:end]))
-        yield f'<span class="b {"gone" if step else "kept"}"{data}>{text}</span>'
+    """Yield an element for each block of prompt and answer; the answer is bold."""
+    texts, size, prompt = shown.prompt + shown.answer, shown.block_size, len(shown.prompt)
+    for start in range(0, len(texts), size):
+        end = min(start + size, len(texts))
+        asked, answered = "".join(texts[start : min(end, prompt)]), "".join(texts[max(start, prompt) : end])
+        bold = f"<b>{escape(answered)}</b>" if answered else ""
+        yield f'<span class="b">{escape(asked)}{bold}</span>'
 
 
 def _answer(texts: list[str], same: int) -> str:
-    """Return an answer with the first token that differs marked."""
+    """Return an answer with the first word that differs marked."""
     before, first, after = texts[:same], texts[same : same + 1], texts[same + 1 :]
     marked = f"<mark>{escape(''.join(first))}</mark>" if first else ""
     return escape("".join(before)) + marked + escape("".join(after))

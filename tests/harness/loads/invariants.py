@@ -256,7 +256,8 @@ class Invariants(HostInvariants):
         first. Sessions are left out there: vLLM queues each turn behind the requests that wait. Steps in which the scheduler is paused, all requests are sessions that wait for a turn, or audits alone run, do
         not count.
         """
-        if self._paused or not self.live or not self.scheduler.get_num_unfinished_requests():
+        idle = all(r.status == RequestStatus.WAITING_FOR_STREAMING_REQ for r in self.live.values())
+        if self._paused or idle or not self.scheduler.get_num_unfinished_requests():
             return
         self._since += 1
         self._since_oldest += 1

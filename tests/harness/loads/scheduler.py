@@ -346,9 +346,13 @@ class Simulation(Invariants):
         part = self.scheduler.part(Audits)
         part.idle_only, judge = 0.0, part.judge
 
-        def judged(answer: Any, verdict: Any, computed: int) -> None:
+        def judged(*audit: Any) -> None:
+            answer, *_, missed = audit
             self.counts["audits"] += 1
-            judge(answer, verdict, computed)
+            self.counts["measured"] += missed is not None and len(answer.gone) > 0
+            if missed is not None and not 0 <= missed <= len(answer.gone):
+                raise Fault("audits", f"{answer.request.request_id} missed {missed} of its attention")
+            judge(*audit)
 
         part.judge = judged  # type: ignore[method-assign]
 

@@ -19,12 +19,13 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
-from ...config import KVPolicyConfig
+from ...config import NEVER, KVPolicyConfig
 from ...core.actions import Action
-from ...core.audit import CONTROL, Verdict, kept_label, wilson
+from ...core.audit import CONTROL, Verdict, kept_label, missed_mass, wilson
 from ...core.blocks import RequestBlocks
 from ...core.mechanisms import Mechanism, Step
-from ...core.plan import SCORED, EvictionPlan, Reports, Rows
+from ...core.plan import SCORED, EvictionPlan, Reports, Rows, Scoring
+from ..start.capabilities.refuse import measures_mass
 from .hits import Hit
 from .reconstruction import Reconstructions
 from .shadows import Shadow, ShadowRequests
@@ -40,6 +41,8 @@ MOST_TOKENS = 1 << 20
 MOST_TRIES = 8
 #: Answers from one line of the log to the next.
 SAID_EVERY = 100
+#: What workers report of a shadow.
+MASS = frozenset({"mass"})
 #: Fewest audited answers by which the target is judged.
 FEWEST = 30
 
@@ -52,6 +55,7 @@ class Answer:
         request: vLLM's request, which has ended.
         policy: name of the request's policy.
         kept: label of the share of its blocks that it kept (`core.audit.kept_label`).
+        gone: int64 [n], logical blocks that were gone at its end; None: their mass cannot be measured.
         since: when it ended, of `monotonic`.
         tries: shadows of it so far.
     """
@@ -59,6 +63,7 @@ class Answer:
     request: Request
     policy: str
     kept: str
+    gone: np.ndarray | None
     since: float
     tries: int = 0
 
@@ -85,6 +90,11 @@ class Check(Shadow):
     answer: Answer
     hit: int = 0
     rows: list[np.ndarray] = field(default_factory=list)
+
+    @property
+    def measured(self) -> bool:
+        """Whether workers measure the attention of the answer's queries."""
+        return self.answer.gone is not None and len(self.answer.gone) > 0
 
 
 def unfit(request: Request) -> str | None:
@@ -127,6 +137,7 @@ class Audits(Mechanism):
         self._waits = False
         #: Answers drawn so far, and seconds for which each waits for an idle engine.
         self.drawn, self.idle_only = 0, IDLE_ONLY
+        self._measures = measures_mass(scheduler.vllm_config)
         self._processed = bool(scheduler.vllm_config.model_config.logits_processors)
         #: Whether a request lost blocks -> counts of verdicts; first differences since the last line of the log.
         self._totals: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
@@ -140,7 +151,8 @@ class Audits(Mechanism):
 
     @property
     def described(self) -> str:
-        return f"full attention scores {self.view.kv_policy.audit:.4g} of all answers again"
+        missed = "" if self._measures else ", without missed mass, since no kernel measures attention here"
+        return f"full attention scores {self.view.kv_policy.audit:.4g} of all answers again{missed}"
 
     def __len__(self) -> int:
         """Return the answers that wait."""
@@ -163,7 +175,9 @@ class Audits(Mechanism):
         self.drawn += 1
         table = manager.req_to_blocks.get(request.request_id, ())
         kept = kept_label(blocks.evicted_blocks, blocks.held(len(table)), len(table))
-        answer = Answer(request, blocks.policy, kept, monotonic())
+        # With token granularity each head has lost tokens of its own.
+        gone = blocks.residence.gone if self._measures and blocks.config.granularity == "block" else None
+        answer = Answer(request, blocks.policy, kept, gone, monotonic())
         if (why := "processors" if self._processed else unfit(request)) is not None:
             self._skip(answer, why)
         elif self._tokens + request.num_tokens > MOST_TOKENS:
@@ -268,7 +282,12 @@ class Audits(Mechanism):
         return hit
 
     def on_start(self, plan: EvictionPlan, req_id: str, blocks: Sequence[RequestBlocks]) -> bool:
-        return self._shadow is not None and self._shadow.request.request_id == req_id
+        """Have workers measure the queries that give the answer's tokens, if the answer lost blocks."""
+        if (shadow := self._shadow) is None or shadow.request.request_id != req_id:
+            return False
+        if shadow.measured:
+            plan.groups[0].track[req_id] = Scoring("sum", 0.0, 1, 1, NEVER, start=shadow.answer.first, summed=True)
+        return True
 
     def limit_tokens(self, request: Request, computed_tokens: int, new_tokens: int) -> int:
         """Keep a shadow that runs from the tokens of a step for which other requests wait."""
@@ -288,6 +307,8 @@ class Audits(Mechanism):
             tokens = list(answer.request.all_token_ids[first + 1 : end + 1])
             temperature = 1.0 if answer.greedy else answer.request.sampling_params.temperature
             plan.rows[shadow.request.request_id] = Rows(first - start, tokens, temperature)
+        if shadow.measured and end >= shadow.request.num_prompt_tokens:
+            plan.groups[0].report[shadow.request.request_id] = MASS
 
     def on_output(self, output: Any) -> None:
         """Take in scored rows."""
@@ -305,14 +326,24 @@ class Audits(Mechanism):
                 self._skip(answer, "failed")
             else:
                 computed = shadow.request.num_prompt_tokens - shadow.hit
-                self.judge(answer, Verdict.of(rows), computed)
+                report = reports[0].get(shadow.request.request_id)
+                missed = None if answer.gone is None else missed_mass(report, answer.gone)
+                self.judge(answer, Verdict.of(rows), computed, missed)
         yield from ()
 
     # --- figures -----------------------------------------------------------------------------------------------------
 
-    def judge(self, answer: Answer, verdict: Verdict, computed: int) -> None:
-        """Count a verdict, for /metrics and the log; `computed`: tokens that the shadow computed."""
+    def judge(self, answer: Answer, verdict: Verdict, computed: int, missed: float | None) -> None:
+        """Count a verdict, for /metrics and the log.
+
+        Args:
+            answer, verdict: of the audit.
+            computed: tokens that the shadow computed.
+            missed: see `core.audit.missed_mass`.
+        """
         counts: dict[str, float] = {"computed_tokens": computed}
+        if missed is not None:
+            counts |= {"measured": 1, "missed_mass": missed}
         if answer.greedy:
             counts |= {"requests": 1, "identical": verdict.identical, "changed": verdict.changed}
             counts |= {"tokens": verdict.tokens, "agreed": verdict.agreed, "gap": verdict.gap}
@@ -341,6 +372,9 @@ class Audits(Mechanism):
             if n := int(counts["sampled_tokens"]):
                 more = (counts["surprise"] - counts["expected"]) / n
                 parts.append(f"sampled answers that {whose} surprise by {more:.3f} nats a token more than expected")
+        if n := int(self._totals[True]["measured"]):
+            missed = self._totals[True]["missed_mass"] / n
+            parts.append(f"answers that lost blocks would pay {missed:.1%} of their attention to these")
         if self._firsts:
             parts.append(f"the first other token is number {median(self._firsts):g} (median)")
         if self._skips:

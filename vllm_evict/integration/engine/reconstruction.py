@@ -376,7 +376,7 @@ class Reconstructions(Mechanism):
             return False
         prompt, start = self._prompt(job, config)
         needed = math.ceil(len(prompt) / job.blocks.block_size) - job.count
-        if scheduler.max_num_running_reqs < 2:
+        if self._shadows.seats < 2:
             self._do_without(job, "seats")
             return False
         pool, held = scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1, job.blocks.held_blocks
@@ -386,7 +386,7 @@ class Reconstructions(Mechanism):
         fits = self._shadows.fits(needed)
         job.crowded += not fits
         if job.crowded > LONGEST_WAIT:
-            numbers = {"steps": LONGEST_WAIT, "seats": scheduler.max_num_running_reqs}
+            numbers = {"steps": LONGEST_WAIT, "seats": self._shadows.seats}
             self._do_without(job, "room", least=needed + self._shadows.spare, **numbers)
             return False
         if not fits or (scheduler.waiting and scheduler.current_step - job.since < PATIENCE):

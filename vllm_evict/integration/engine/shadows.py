@@ -109,10 +109,19 @@ class ShadowRequests(Mechanism):
         """Free blocks that a shadow leaves: each running request may need one more before long."""
         return int(self._scheduler.kv_cache_manager.watermark_blocks + len(self._scheduler.running))
 
+    @property
+    def seats(self) -> int:
+        """Most requests that run at once; since vLLM 0.32 `max_num_active_seqs` may be below `max_num_seqs`."""
+        return int(getattr(self._scheduler, "max_num_active_reqs", self._scheduler.max_num_running_reqs))
+
     def fits(self, needed: int) -> bool:
-        """Return whether the pool has room for a shadow that needs so many blocks, and the batch has a place for it."""
+        """Return whether the pool has room for a shadow that needs so many blocks, and the batch has a place for it.
+
+        Sessions between two turns keep their places.
+        """
         scheduler = self._scheduler
-        return scheduler.free_blocks >= needed + self.spare and len(scheduler.running) < scheduler.max_num_running_reqs
+        taken = len(scheduler.running) + scheduler.num_waiting_for_streaming_input
+        return scheduler.free_blocks >= needed + self.spare and taken < self.seats
 
     def gets_on(self, shadow: Shadow) -> bool:
         """Return whether a shadow runs or still fits. Requests would wait behind a preempted shadow."""

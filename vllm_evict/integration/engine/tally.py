@@ -42,6 +42,8 @@ AUDIT_COUNTERS = {
     "sampled_tokens": ("vllm:kv_evict_audit_sampled_tokens", "Tokens of sampled answers."),
     "surprise": ("vllm:kv_evict_audit_surprise_nats", "Nats by which sampled tokens surprise full attention, summed."),
     "expected": ("vllm:kv_evict_audit_expected_nats", "The same had full attention sampled them: entropy, summed."),
+    "measured": ("vllm:kv_evict_audit_measured", "Answers whose attention to lost blocks was measured."),
+    "missed_mass": ("vllm:kv_evict_audit_missed_mass", "Shares of attention that answers pay to lost blocks, summed."),
     "computed_tokens": ("vllm:kv_evict_audit_computed_tokens", "Tokens computed to score answers."),
 }
 AUDIT_SKIPPED = ("vllm:kv_evict_audit_skipped", "Answers that were drawn for an audit and have none, by reason.")

@@ -61,6 +61,7 @@ class EngineView(SchedulerView, Protocol):
     policy: SchedulingPolicy
     max_model_len: int
     max_num_running_reqs: int
+    num_waiting_for_streaming_input: int
     num_spec_tokens: int
     num_lookahead_tokens: int
     defer_block_free: bool

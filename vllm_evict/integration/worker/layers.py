@@ -24,6 +24,7 @@ from ...compute.group import GroupRuntime
 from ...compute.kernel_blocks import whole_blocks
 from ...compute.kernels.bounds import bounds_width
 from ...compute.kernels.rotate import Rotation
+from ...compute.mass import BlockMass
 from ...compute.runtime import EvictionRuntime
 from ...compute.shape import Shape
 from ...config import STREAMING, KVPolicyConfig, KVPolicyError
@@ -117,6 +118,8 @@ def install(
     if placed is not None:
         of_layers.check_alike(layers, [sum(place.heads for place in places) for places in placed.places[0]])
         return _split(vllm_config, config, layers, placed, ops, attended)
+    if not refuse.measures_mass(vllm_config):
+        config = config.replace(audit=0.0, target=None)  # answers are scored without it
     in_graphs = _scratch(vllm_config, config, layers, ops, block_size)
     turns = {} if config.context is None else rotations(vllm_config, model, layers)
     readers = [(layers[name], target) for name, target in sharing.items()]
@@ -312,7 +315,7 @@ def _scratch(
     return ops.scratch_for(
         # Beside vLLM's kernel it is launched for requests that are measured query by query. Of latents the mass beside
         # vLLM's kernel takes scratch.
-        requests if decodes or "pivots" in config.statistics or (latent and measures) else 0,
+        requests if decodes or "pivots" in config.statistics or (latent and (measures or config.audit)) else 0,
         min(requests, largest) if in_graphs else 0,
         max(layer.num_heads for layer in layers.values()),
         block_size,
@@ -408,9 +411,13 @@ def settle(
     ops, decodes = runtime.ops, decode_kernel() != "stock"
     read = reads_keys(config)
     for name, layer in (layers | _evictable(vllm_config, drafting=True)).items():
-        if read and (reason := ops.unreadable(layer)):
+        if not (reason := ops.unreadable(layer)):
+            continue
+        if read:
             own = "" if advice.is_own_dtype(vllm_config) else f"{advice.own_dtype(vllm_config)}, or "
             raise KVPolicyError(f"{name} {reason}: use {own}{UNREAD}")
+        for group in runtime.groups:
+            group.leave_out(BlockMass)  # of audits
     decodes &= all(map(ops.can_decode, layers.values()))
     if (config.selects or config.reaches) and not decodes:
         field = "select" if config.selects else "evict: host under full"

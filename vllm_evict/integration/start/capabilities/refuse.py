@@ -9,7 +9,7 @@ from ....config import KVPolicyConfig, KVPolicyError
 from ....environment import decode_kernel
 from .environment import Environment
 from .environments import ENVIRONMENTS, OF_LAYERS
-from .features import ANY, Feature
+from .features import ANY, READS, SCORES, Feature
 from .server import Layers, Server
 
 logger = init_logger("vllm.evict")
@@ -74,6 +74,12 @@ def check_config(vllm_config: Any, config: KVPolicyConfig) -> KVPolicyConfig:
     reasons = "; ".join(f"{', '.join(names)}, which can't be used with {what}" for what, names in left_out.items())
     logger.info("KV policy %s: requests may not pick %s", config.name, reasons)
     return config.replace(allow=tuple(sorted(config.allowed.difference(*left_out.values()))))
+
+
+def measures_mass(vllm_config: Any) -> bool:
+    """Return whether workers can measure attention mass by block, under whichever policy."""
+    server = Server(vllm_config, KVPolicyConfig.parse("h2o"))
+    return not any(each.of(server) for each in ENVIRONMENTS if not {READS, SCORES}.isdisjoint(each.cannot_stand))
 
 
 def check_layers(vllm_config: Any, config: KVPolicyConfig, layers: Layers) -> None:
