@@ -243,6 +243,25 @@ def test_what_becomes_of_a_policy_is_said(asked, fake, monkeypatch, right, budge
     assert (result.best is None) == (part == "search")
 
 
+def test_budgets_at_which_no_request_loses_blocks_stand_in_nobodys_way(asked, fake, monkeypatch):
+    """They change no answer; alone they are no result."""
+    ask = fake.ask
+
+    def covered(self, contender, *args):
+        audit = ask(self, contender, *args)
+        if contender.label != "full" and contender.budget >= fake.covers:
+            audit.kept, audit.lost = audit.lost, {}
+        return audit
+
+    monkeypatch.setattr(fake, "ask", covered)
+    fake.covers = 0.5
+    (outcome,) = tune.run(plan(asked), print).outcomes
+    assert outcome.confirmed and outcome.contender.budget == 0.4
+    fake.covers = 0.4
+    result = tune.run(plan(asked, out=asked.parent / "other"), print)
+    assert tuned.words(result, result.outcomes[0]) == "no request loses blocks" and result.best is None
+
+
 def test_policies_are_compared_by_memory(asked, fake, monkeypatch):
     monkeypatch.setattr(
         fake, "right", staticmethod(lambda policy, budget: budget >= {"h2o": 0.6, "snapkv": 0.2}[policy])

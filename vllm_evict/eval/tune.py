@@ -59,8 +59,8 @@ class Outcome:
     """What was found of one policy.
 
     Attributes:
-        contender: the smallest budget that was confirmed; if none was, the one that was to be confirmed first; if none
-            met the target in the search, the largest.
+        contender: the smallest budget that was confirmed; if none was, the one that failed; if none met the target in
+            the search, the largest.
         row: of that budget, on the half that confirms, or that was searched.
         confirmed: whether the half that confirms says that the target is met.
         needed: prompts with which it would probably say so; None if no number would do, or none is needed.
@@ -321,14 +321,16 @@ class Tuner:
         if found is None:
             return Outcome(tried[-1], self.measure(tried[-1], SEARCH), False)
         order = chain(found, len(tried)) if self._enough(target) else [found]
-        last = confirmed(order, lambda index: figure(index, CONFIRM).confirms(target))
-        if last is not None:
+        # A budget at which no request loses a block changes no answer.
+        last = confirmed(order, lambda index: not (at := figure(index, CONFIRM)).n or at.confirms(target))
+        if last is not None and figure(last, CONFIRM).n:
             return Outcome(tried[last], self.measure(tried[last], CONFIRM), True)
-        row = self.measure(tried[order[0]], CONFIRM)
-        needed, n = figure_of(row, measure).needed(target), figure_of(row, measure).n
+        failed = next((index for index in order if figure(index, CONFIRM).n), order[0])
+        row, at = self.measure(tried[failed], CONFIRM), figure(failed, CONFIRM)
+        needed = at.needed(target)
         # Of a half, some requests lose nothing.
-        prompts = None if needed is None or not n else math.ceil(2 * needed * row["asked"] / n)
-        return Outcome(tried[order[0]], row, False, prompts)
+        prompts = None if needed is None or not at.n else math.ceil(2 * needed * row["asked"] / at.n)
+        return Outcome(tried[failed], row, False, prompts)
 
     def _for_bytes(self, size: int) -> list[Outcome]:
         """Return each policy at a budget of so many bytes on the half that is searched; the best on the other half."""
