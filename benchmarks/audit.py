@@ -12,6 +12,7 @@ Each run is a process of its own. Writes a Markdown table and a JSON with hardwa
 """
 
 import argparse
+import json
 import os
 import time
 from collections import defaultdict
@@ -169,7 +170,12 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="OpenMP threads")
     parser.add_argument("--out", default="out/audit")
+    parser.add_argument("--write", type=Path, help="measure nothing: write the prompts as JSONL, for vllm-evict tune")
     options = parser.parse_args()
+    if options.write:
+        rows = ({"prompt": sample.text} for sample in needles(options.context, options.requests)[0])
+        options.write.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return
     cases = [(policy, budget) for policy in options.policies for budget in options.budgets]
     specs = [("says", *case, 1.0) for case in cases] + [("costs", *cases[0], audit) for audit in options.shares]
     report: dict[str, list[dict]] = {"says": [], "costs": []}

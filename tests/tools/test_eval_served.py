@@ -14,16 +14,17 @@ import pytest
 from evaluation import DATA, NEEDLE, ROOT, needle_model, sample_of
 from ports import reserve_port
 
-from vllm_evict.eval import EvalError, rows, summary
+from vllm_evict.eval import EvalError, rows, summary, tune
 from vllm_evict.eval.prompts import Prompts
 from vllm_evict.eval.run import Plan, run
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """`vllm serve` of the needle model: process, port and log."""
+    """URL of `vllm serve` of the needle model."""
     keeper, port = reserve_port()
-    policy = '{"name": "h2o", "budget": 256, "sink": 32, "recent": 32, "buffer": 0, "allow": ["full", "sink-window"]}'
+    policy = '{"name": "h2o", "budget": 256, "sink": 32, "recent": 32, "buffer": 0, "allow": ["full", "sink-window"], '
+    policy += '"audit": 1}'
     command = [
         Path(sys.executable).parent / "vllm",
         "serve",
@@ -39,7 +40,14 @@ def server(tmp_path_factory):
     log = tmp_path_factory.mktemp("serve") / "log"
     with log.open("w") as out:
         process = subprocess.Popen(list(map(str, command)), stdout=out, stderr=out, start_new_session=True)
-    yield process, port, log
+    for _ in range(600):
+        assert process.poll() is None, log.read_text()[-3000:]
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1)
+            break
+        except OSError:
+            time.sleep(0.5)
+    yield f"http://127.0.0.1:{port}/v1"
     keeper.close()
     os.killpg(process.pid, signal.SIGTERM)
     try:
@@ -50,17 +58,8 @@ def server(tmp_path_factory):
 
 @needle_model
 def test_over_http(server, tmp_path):
-    process, port, log = server
-    for _ in range(600):
-        assert process.poll() is None, log.read_text()[-3000:]
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1)
-            break
-        except OSError:
-            time.sleep(0.5)
-    url = f"http://127.0.0.1:{port}/v1"
     plan = Plan(
-        **{"model": "needle", "url": url, "out": tmp_path, "tasks": ("niah", "ppl"), "lengths": (512,), "batch": 4},
+        **{"model": "needle", "url": server, "out": tmp_path, "tasks": ("niah", "ppl"), "lengths": (512,), "batch": 4},
         **{"policies": "full,sink-window", "budgets": (128, 0.25), "depths": (0.3, 0.5), "samples": 2},
     )
     found = run(plan, print)
@@ -98,6 +97,57 @@ def test_over_http(server, tmp_path):
     assert all(r["output_tokens"] > 0 and r["depth"] is None for r in other)
     with pytest.raises(EvalError, match="serves needle, not 'other'"):
         run(Plan(**(plan.__dict__ | {"model": "other"})), print)
+
+
+@needle_model
+def test_a_server_that_audits_is_tuned(server, tmp_path):
+    """The same prompts in an engine of this process give the same counts."""
+    prompts, path = Prompts(str(NEEDLE)), tmp_path / "my.jsonl"
+    samples = [sample_of("niah", 512, (i + 0.5) / 20, i, count=prompts.count) for i in range(20)]
+    chats = [{"messages": [{"role": "user", "content": sample.text}]} for sample in samples[::2]]
+    path.write_text(
+        "".join(json.dumps(row) + "\n" for row in [*chats, *({"prompt": sample.text} for sample in samples[1::2])])
+    )
+    common = {"prompts": path, "target": 0.5, "max_tokens": 8, "batch": 4}
+    plan = tune.Plan(out=tmp_path / "served", url=server, policies="h2o,sink-window", budgets=(128, 192), **common)
+    result = tune.run(plan, print)
+    assert result.model == "needle" and result.control["kept"]["identical"] == [1.0] * 20
+    served = {(row["policy"], row["budget"], row["part"]): row for row in result.rows}
+    assert {row["asked"] for row in served.values()} == {10, 20} and not any(row["skipped"] for row in served.values())
+    assert 0.2 < served["h2o", 128, "search"]["memory"] < 0.3
+    engine = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "max_num_batched_tokens": 128}
+    engine |= {"block_size": 32, "kv_cache_memory_bytes": 64 << 20}
+    here = [{"name": "h2o", "sink": 32, "recent": 32, "buffer": 0}, {"name": "sink-window", "sink": 32}]
+    plan = tune.Plan(
+        out=tmp_path / "here",
+        model=str(NEEDLE),
+        policies=",".join(map(json.dumps, here)),
+        budgets=(128, 192),
+        engine_args=engine,
+        **common,
+    )
+    compared = 0
+    for row in tune.run(plan, print).rows:
+        key = (row["policy_config"]["name"], row["budget"], row["part"])
+        if key in served:
+            compared += 1
+            for kept in ("lost", "kept"):
+                assert sum(row[kept].get("identical", ())) == sum(served[key][kept].get("identical", ())), key
+            assert row["memory"] == pytest.approx(served[key]["memory"])
+    assert compared >= 4
+    long = tmp_path / "long.jsonl"
+    long.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("short", samples[0].text * 3)))
+    for changes, message in (
+        ({"policies": "keydiff"}, "does not allow 'keydiff'; expected some of full, h2o, sink-window"),
+        ({"model": "other"}, "serves needle, not 'other'"),
+        ({"budgets": (128, 512), "policies": "h2o"}, "refuses h2o at 512, .*my.jsonl, row .* above the server's 256"),
+        ({"prompts": long, "policies": "h2o"}, "refuses h2o at 128, .*long.jsonl, row 2: .* maximum context length"),
+    ):
+        with pytest.raises(EvalError, match=message):
+            tune.run(
+                tune.Plan(**({"out": tmp_path / "refused", "url": server, "budgets": (128,), **common} | changes)),
+                print,
+            )
 
 
 LM_EVAL_TASK = """\

@@ -63,7 +63,7 @@ def test_host_blocks_are_sent_for_a_policy_without_requests(shown):
 def test_audits_are_shown_by_policy_and_share_kept(shown):
     tally = Tally()
     found = shown(tally.take({}))
-    assert found["audit_target", "h2o"] == 0.9
+    assert (found["audit_share", "h2o"], found["audit_target", "h2o"]) == (0.5, 0.9)
     assert found["audit_requests_total", "h2o", "all"] == found["audit_requests_total", "h2o", "10-25"] == 0
     tally.audit("h2o", "10-25", requests=1, identical=True, tokens=8, agreed=8, gap=0.0, measured=1, missed_mass=0.25)
     tally.audit("h2o", "10-25", requests=1, identical=False, tokens=4, agreed=3, gap=0.75)

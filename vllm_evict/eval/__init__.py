@@ -2,10 +2,16 @@
 
     tasks      needles, look-ups, variables, text, made from a seed          words     the words of these tasks
     external   RULER, LongBench, 2StageRetr in their published schema        score     every metric
-    policies   contenders, and the fewest engines that serve them            backends  `LLM`, and any OpenAI server
+    policies   contenders, and the fewest engines that serve them            backends  `LLM`; served: OpenAI servers
     rows       one JSON line a request, resumable                            run       the matrix
     stats      intervals, and tests of differences                           sessions  turns of one request, offline
     summary, pictures, report                                                prompts   token ids
+
+A budget for prompts of a user's own, by audits in place of right answers:
+
+    questions  the prompts, from JSONL                                       audited   engine or server that audits all
+    search     bisection, confirmation, statistics                           tune      a run
+    tuned      table, picture, page, and the flag to use
 
 `python -m vllm_evict.eval` is the command `vllm-evict`.
 """

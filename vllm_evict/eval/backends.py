@@ -1,4 +1,4 @@
-"""Backends that answer prompts: vLLM's `LLM` in this process, or any OpenAI-compatible server.
+"""The backend that answers prompts by vLLM's `LLM` in this process; `served` has the one for servers.
 
 The tokens that policies have seen when they decide are a setting. Results of two settings are never mixed:
 
@@ -24,9 +24,7 @@ import math
 import os
 import platform
 import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -147,7 +145,7 @@ class Offline:
         try:
             self.llm = LLM(model, kv_policy=server.to_dict(), **options)
         except (OSError, RuntimeError, TypeError, ValueError) as error:
-            raise EvalError(f"vLLM does not start on {model}: {_one_line(error)}") from None
+            raise EvalError(f"vLLM does not start on {model}: {one_line(error)}") from None
         config = self.llm.llm_engine.vllm_config
         self.block_size = config.cache_config.block_size
         self.about = {
@@ -176,7 +174,6 @@ class Offline:
             EvalError: the engine refuses a request.
         """
         from vllm import SamplingParams
-        from vllm.exceptions import VLLMValidationError
 
         if self.setting in ("agnostic", "turns") and len(samples) == 1:
             # vLLM does not cut the prompt of a single request into chunks.
@@ -192,16 +189,34 @@ class Offline:
             )
             for sample in samples
         ]
-        try:
+        with _refusals(contender):
             if self.setting == "turns":
                 return self._converse(samples, params)
             if contender.config.policy.reconstructs:
                 prompts = [self._reconstructed(*each, contender) for each in zip(samples, prompts, strict=True)]
             start = time.perf_counter()
             outputs = self.llm.generate(prompts, params, use_tqdm=False)
-        except (ValueError, VLLMValidationError) as error:  # vLLM 0.32: no ValueError
-            raise EvalError(f"{contender}: {_one_line(error)}") from None
         return timed([self._read(output) for output in outputs], time.perf_counter() - start)
+
+    def generate(self, prompts: Sequence[Any], most: Sequence[int], contender: Contender) -> list[Any]:
+        """Return vLLM's outputs of greedy requests that run at once, when the engine has no work left, audits included.
+
+        Args:
+            prompts: as `LLM` takes them.
+            most: most tokens of each answer.
+            contender: what they run under.
+
+        Raises:
+            EvalError: the engine refuses a request.
+        """
+        from vllm import SamplingParams
+
+        params = [SamplingParams(temperature=0, max_tokens=each, extra_args=contender.xargs) for each in most]
+        with _refusals(contender):
+            outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        while self.scheduler is not None and self.scheduler.has_requests():
+            self.llm.llm_engine.step()
+        return outputs
 
     def _converse(self, samples: Sequence[Sample], params: Sequence[Any]) -> list[Answer]:
         """Answers to all turns of a session for each sample."""
@@ -293,130 +308,15 @@ class Offline:
         gc.collect()
 
 
-class Http:
-    """An OpenAI-compatible server, which takes `kv_policy` and `kv_budget` per request in `vllm_xargs`.
+@contextmanager
+def _refusals(contender: Contender) -> Iterator[None]:
+    """Make one message of what an engine says to a request."""
+    from vllm.exceptions import VLLMValidationError
 
-    Args:
-        url: of the server's API, such as http://localhost:8000/v1.
-        model: name under which the server has it.
-        batch: requests at once.
-        chat: use chat completions; if False, completions of the bare text.
-
-    Raises:
-        EvalError: no server answers, or it has no such model.
-    """
-
-    def __init__(self, url: str, model: str, *, batch: int, chat: bool = True):
-        import openai
-
-        self.url, self.model, self.batch, self.chat = url.rstrip("/"), model, batch, chat
-        self.client = openai.OpenAI(base_url=self.url, api_key=os.environ.get("OPENAI_API_KEY", "none"), max_retries=1)
-        served = [entry.id for entry in self._ask(lambda: self.client.models.list().data, "its list of models")]
-        if model not in served:
-            raise EvalError(f"{self.url} serves {', '.join(served) or 'no model'}, not {model!r}")
-        self.about = {
-            "server_policy": None,
-            "engine": {"url": self.url, "concurrency": batch},
-            "versions": {"vllm_evict": __version__, "vllm": self._version()},
-            "hardware": None,
-        }
-
-    def count(self, context: str) -> int:
-        """Return the tokens of a text, by vLLM's /tokenize."""
-        import httpx
-
-        root = self.url.removesuffix("/v1")
-        try:
-            reply = httpx.post(f"{root}/tokenize", json={"model": self.model, "prompt": context}, timeout=60)
-            return int(reply.raise_for_status().json()["count"])
-        except (httpx.HTTPError, KeyError, ValueError) as error:
-            raise EvalError(f"{root} cannot count tokens ({_one_line(error)}): give --tokenizer DIR") from None
-
-    def answer(self, samples: Sequence[Sample], contender: Contender) -> list[Answer]:
-        """Answers, in order. All requests run at once.
-
-        Raises:
-            EvalError: the server refuses a request, or stops.
-        """
-        start = time.perf_counter()
-        with ThreadPoolExecutor(max_workers=self.batch) as pool:
-            answers = list(pool.map(lambda sample: self._one(sample, contender), samples))
-        return timed(answers, time.perf_counter() - start)
-
-    def close(self) -> None:
-        self.client.close()
-
-    def _one(self, sample: Sample, contender: Contender) -> Answer:
-        body: dict[str, Any] = {"vllm_xargs": contender.xargs | {"kv_usage": 1}, "cache_salt": uuid.uuid4().hex}
-        common = {"model": self.model, "temperature": 0, "max_tokens": sample.max_tokens}
-        ask = self._measure if sample.metric == NLL else self._generate
-        answer, usage = self._ask(lambda: ask(sample, common, body), str(contender))
-        kv_usage = getattr(usage, "kv_usage", None)
-        if kv_usage is None:  # of a server without a policy
-            return answer
-        if kv_usage["policy"] != contender.config.name:
-            raise EvalError(f"{self.url} ran {contender} under {kv_usage['policy']!r}: its log says why")
-        blocks, tokens = kv_usage["peak_resident_blocks"], kv_usage["peak_resident_tokens"]
-        # Blocks of all KV groups, and tokens as the mean over them: with one group a block has their quotient.
-        alone = contender.config.allocator.splits == "" and blocks
-        return replace(
-            answer,
-            budget_tokens=kv_usage["budget_tokens"],
-            peak_blocks=blocks,
-            evicted_tokens=kv_usage["evicted_tokens"],
-            block_size=tokens // blocks if alone else None,
-        )
-
-    def _measure(self, sample: Sample, common: dict[str, Any], body: dict[str, Any]) -> tuple[Answer, Any]:
-        reply = self.client.completions.create(**common, prompt=sample.text, echo=True, logprobs=1, extra_body=body)
-        logprobs = reply.choices[0].logprobs
-        if logprobs is None or not logprobs.token_logprobs:
-            raise EvalError(f"{self.url} gives no probabilities of prompts: leave ppl out")
-        usage = reply.usage
-        nll = second_half_nll(logprobs.token_logprobs[: usage.prompt_tokens])
-        return Answer("", nll, usage.prompt_tokens, usage.completion_tokens), usage
-
-    def _generate(self, sample: Sample, common: dict[str, Any], body: dict[str, Any]) -> tuple[Answer, Any]:
-        start, first, text, usage = time.perf_counter(), None, "", None
-        streamed = common | {"stream": True, "stream_options": {"include_usage": True}}
-        if self.chat:
-            messages = [{"role": "user", "content": sample.text}]
-            if sample.prefix:
-                messages.append({"role": "assistant", "content": sample.prefix})
-                body |= {"continue_final_message": True, "add_generation_prompt": False}
-            stream = self.client.chat.completions.create(**streamed, messages=messages, extra_body=body)
-        else:
-            prompt = f"{sample.text} {sample.prefix}" if sample.prefix else sample.text
-            stream = self.client.completions.create(**streamed, prompt=prompt, extra_body=body)
-        for event in stream:
-            usage = event.usage or usage
-            for choice in event.choices:
-                piece = choice.delta.content if self.chat else choice.text
-                if piece and first is None:
-                    first = time.perf_counter() - start
-                text += piece or ""
-        asked, said = (usage.prompt_tokens, usage.completion_tokens) if usage else (None, None)
-        return Answer(text, None, asked, said, ttft_s=first), usage
-
-    def _ask(self, call: Callable[[], Any], what: str) -> Any:
-        """Return the result of a call; its errors become one message."""
-        import openai
-
-        try:
-            return call()
-        except openai.APIConnectionError as error:
-            raise EvalError(f"nothing answers at {self.url} ({_one_line(error)}): is the server up?") from None
-        except openai.APIError as error:  # a status, or an event of the stream
-            message = error.body.get("message") if isinstance(error.body, dict) else None
-            raise EvalError(f"{self.url} refuses {what}: {message or _one_line(error)}") from None
-
-    def _version(self) -> str | None:
-        import httpx
-
-        try:
-            return httpx.get(f"{self.url.removesuffix('/v1')}/version", timeout=10).json()["version"]
-        except (httpx.HTTPError, KeyError, ValueError, TypeError):
-            return None
+    try:
+        yield
+    except (ValueError, VLLMValidationError) as error:  # vLLM 0.32: no ValueError
+        raise EvalError(f"{contender}: {one_line(error)}") from None
 
 
 def check_model(model: str) -> None:
@@ -432,7 +332,7 @@ def check_model(model: str) -> None:
     try:
         AutoConfig.from_pretrained(model)
     except (OSError, ValueError) as error:
-        raise EvalError(f"no model at {model}: {_one_line(error)}") from None
+        raise EvalError(f"no model at {model}: {one_line(error)}") from None
 
 
 def block_size_of(model: str, engine_args: dict[str, Any]) -> int:
@@ -442,7 +342,7 @@ def block_size_of(model: str, engine_args: dict[str, Any]) -> int:
     try:
         return int(vllm.EngineArgs(model=model, **engine_args).create_engine_config().cache_config.block_size)
     except (OSError, RuntimeError, TypeError, ValueError) as error:
-        raise EvalError(f"vLLM does not start on {model}: {_one_line(error)}") from None
+        raise EvalError(f"vLLM does not start on {model}: {one_line(error)}") from None
 
 
 def model_length(model: str) -> int | None:
@@ -472,5 +372,6 @@ def hardware() -> dict[str, Any]:
     return {"cpu": cpu, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "gpus": gpus}
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """Return the message of an error without line breaks."""
     return " ".join(str(error).split()) or type(error).__name__

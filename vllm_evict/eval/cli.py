@@ -1,4 +1,4 @@
-"""`vllm-evict eval`, `plot`, `show`, `policies`, `check`, and the group `heads`."""
+"""`vllm-evict eval`, `plot`, `tune`, `show`, `policies`, `check`, and the group `heads`."""
 
 import json
 import os
@@ -177,6 +177,70 @@ def plot(folder: Annotated[Path, typer.Argument(help="Results folder of an evalu
 
     console = wide_console()
     _tell(report.write(report.load(folder), folder, console), console)
+
+
+@app.command()
+def tune(
+    prompts: Annotated[
+        Path, typer.Option(help="JSONL: prompt (text) or messages (of a chat) in each row, perhaps output_tokens.")
+    ],
+    model: Annotated[
+        str | None, typer.Option(help="Model directory or Hub name; with --url the served name, by default the first.")
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option(help="A server that audits all answers (audit: 1) instead of an engine here.")
+    ] = None,
+    target: Annotated[
+        float | None, typer.Option(help="Share of answers that has to stay as it is.", show_default="0.95")
+    ] = None,
+    measure: Annotated[
+        str, typer.Option(help="identical; unchanged (leaves ties out); tokens (that agree, by answer).")
+    ] = "identical",
+    policies: Annotated[str, typer.Option(help="Names, YAML files or JSON objects.")] = "h2o,snapkv,keydiff",
+    budgets: Annotated[
+        str,
+        typer.Option(
+            help="What is searched: tokens, or ratios of the prompt below 1.",
+            show_default="0.05 to 0.95, in steps of 0.05",
+        ),
+    ] = ",".join(f"{n / 20:.2f}" for n in range(1, 20)),
+    budget_bytes: Annotated[
+        int | None, typer.Option(help="Bytes of KV cache a request and worker: find the best policy for them.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Results folder; a second run continues a stopped one.")] = Path("tune"),
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer, where a row does not say it.")] = 256,
+    batch: Annotated[int, typer.Option(help="Requests at once.")] = 16,
+    chat: Annotated[bool, typer.Option(help="Use the model's chat template for text, if it has one.")] = True,
+    engine_args: Annotated[str, typer.Option(help='More arguments of LLM, as JSON: {"max_model_len": 8192}.')] = "{}",
+) -> None:
+    """Find the smallest budget that keeps a share of the answers to your prompts as full attention gives them.
+
+    Exit status 1: no budget is confirmed.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # before vLLM is imported: the engine runs in this process
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from .tune import Plan, run
+    from .tuned import write
+
+    console = wide_console()
+    plan = Plan(
+        prompts=prompts,
+        out=out,
+        model=model,
+        url=url,
+        target=target,
+        measure=measure,
+        policies=policies,
+        budgets=tuple(parse_budgets(budgets)),
+        budget_bytes=budget_bytes,
+        max_tokens=max_tokens,
+        batch=batch,
+        chat=chat,
+        engine_args=_object(engine_args, "--engine-args"),
+    )
+    result = run(plan, lambda line: console.print(line, highlight=False, soft_wrap=True))
+    _tell(write(result, console), console)
+    raise typer.Exit(budget_bytes is None and not (result.best and result.best.confirmed))
 
 
 @app.command()

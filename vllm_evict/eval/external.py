@@ -80,10 +80,12 @@ class Place:
     def __init__(self, words: str, path: Path | None):
         self.words, self.path = words, path
 
-    def field(self, row: Row, name: str, kind: type | tuple[type, ...]) -> Any:
-        """Return a required field."""
+    def field(self, row: Row, name: str, kind: type | tuple[type, ...], meant: str = "") -> Any:
+        """Return a required field; `meant`: its name in a message, if others would do."""
         if name not in row:
-            raise EvalError(f"{self.words} has no field {name!r}; it has: {', '.join(sorted(row)) or 'none'}")
+            raise EvalError(
+                f"{self.words} has no field {meant or repr(name)}; it has: {', '.join(sorted(row)) or 'none'}"
+            )
         if not isinstance(row[name], kind):
             raise EvalError(f"{self.words}: field {name!r} is {type(row[name]).__name__}, not what its schema says")
         return row[name]
@@ -210,21 +212,32 @@ def _sources(source: str) -> Iterator[tuple[Iterator[tuple[int, Row]], str, Path
     else:
         raise EvalError(f"{path}: no such file (a dataset on the Hub is hf:OWNER/NAME/CONFIG)")
     for file in files:
-        yield _lines(file), str(file), file
+        yield lines(file), str(file), file
 
 
-def _lines(path: Path) -> Iterator[tuple[int, Row]]:
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise EvalError(f"{path}, row {number} is not JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise EvalError(f"{path}, row {number} is not an object")
-            yield number, row
+def lines(path: Path) -> Iterator[tuple[int, Row]]:
+    """Yield the rows of a JSONL file, with their numbers from 1 on; empty lines are left out.
+
+    Raises:
+        EvalError: the file is no text, or a row is no JSON object.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, _object(line, f"{path}, row {number}")
+    except UnicodeDecodeError as error:
+        raise EvalError(f"{path} is no text in UTF-8: {error}") from None
+
+
+def _object(line: str, place: str) -> Row:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise EvalError(f"{place} is not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise EvalError(f"{place} is not an object")
+    return row
 
 
 def _hub(source: str) -> Iterator[Row]:

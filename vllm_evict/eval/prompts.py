@@ -3,6 +3,8 @@
 import functools
 from typing import Any
 
+import jinja2
+
 from . import EvalError
 from .tasks import NLL, Sample
 
@@ -45,6 +47,24 @@ class Prompts:
             text = self.between + sample.question + self.after + prefix
             return self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return self._encode(self.before + sample.text + self.after + prefix)
+
+    def sent(self, prompt: str | list[dict[str, Any]]) -> list[int]:
+        """Return the token ids of a prompt as a server would make them: of text, or of the messages of a chat.
+
+        Raises:
+            EvalError: there is no chat template for messages, or it refuses them.
+        """
+        if isinstance(prompt, str):
+            if not self.chat:
+                return self._encode(prompt)
+            prompt = [{"role": "user", "content": prompt}]
+        if not self.tokenizer.chat_template:
+            raise EvalError("messages got a model without a chat template; expected prompts as text")
+        try:
+            text = self.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        except (TypeError, ValueError, jinja2.TemplateError) as error:
+            raise EvalError(f"the model's chat template refuses messages: {error}") from None
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     @functools.cached_property
     def between(self) -> str:

@@ -189,17 +189,23 @@ def _html(rows: Sequence[Row], parts: Sequence[tuple[str, list[Line], dict[str, 
     for setting, lines, pictures in parts:
         body += [f"<h2>Setting: {html.escape(setting)}</h2><p>{html.escape(SETTINGS[setting.split(',')[0]])}</p><ul>"]
         body += [f"<li>{html.escape(said)}</li>" for said in headlines(lines)] + ["</ul>"]
-        for caption, path in pictures.items():
-            data = base64.b64encode(path.read_bytes()).decode()
-            body.append(
-                f"<figure><figcaption>{html.escape(caption)}</figcaption>"
-                f'<img alt="{html.escape(caption)}" src="data:image/png;base64,{data}"></figure>'
-            )
+        body += [figure(caption, path) for caption, path in pictures.items()]
         body += ["<details open><summary>All figures</summary>", _html_table(lines), "</details>"]
     body += [f'<p class="small">{html.escape(note)}</p>' for note in NOTES]
     body += [f'<p class="small">{html.escape(line)}</p>' for line in conditions(rows)]
+    return document("Quality under eviction", body)
+
+
+def figure(caption: str, path: Path) -> str:
+    """Return a picture for a page, with the PNG file in it."""
+    data, words = base64.b64encode(path.read_bytes()).decode(), html.escape(caption)
+    return f'<figure><figcaption>{words}</figcaption><img alt="{words}" src="data:image/png;base64,{data}"></figure>'
+
+
+def document(title: str, body: Sequence[str]) -> str:
+    """Return a page that needs no other file."""
     return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Quality under eviction</title>'
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head><body>'
         + "\n".join(body)
         + "</body></html>\n"

@@ -56,13 +56,14 @@ class Rows:
     Args:
         folder: created if it is missing.
         model: evaluated model; a folder holds the rows of one model.
+        file: name of the file in the folder.
 
     Raises:
         EvalError: the folder holds another model's rows, or is damaged.
     """
 
-    def __init__(self, folder: Path, model: str):
-        self.path = folder / FILE
+    def __init__(self, folder: Path, model: str, file: str = FILE):
+        self.path = folder / file
         self.rows: list[Row] = []
         self.mended = False
         try:

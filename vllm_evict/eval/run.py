@@ -13,11 +13,12 @@ from tqdm import tqdm
 
 from ..config import KVPolicyConfig
 from . import EvalError, external
-from .backends import SETTINGS, Answer, Http, Offline, block_size_of, check_model, model_length
+from .backends import SETTINGS, Answer, Offline, block_size_of, check_model, model_length
 from .policies import Contender, contenders, servers
 from .prompts import Prompts
 from .rows import Row, Rows, key_of
 from .score import score
+from .served import Http
 from .tasks import ALONE, MOST_TURNS, NLL, SEVERAL, TASKS, Sample, make
 from .words import HAYSTACKS, Filler
 
@@ -110,7 +111,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> list[Row]:
     settings = plan.settings or ("served" if plan.url else "agnostic",)
     check(plan, settings)
     if plan.url:
-        _only_names(plan.policies)
+        only_names(plan.policies)
     # Over HTTP all options but name and budget are the server's, also classes of heads.
     sizes = {} if plan.url else {"sink": plan.sink, "recent": plan.recent, "buffer": plan.buffer}
     wanted = contenders(plan.policies, plan.budgets, **sizes, pattern=("1",) if plan.url else ())
@@ -261,7 +262,12 @@ def check(plan: Plan, settings: tuple[str, ...]) -> None:
         raise EvalError("depths are shares of the context, from 0 (its start) to 1 (its end)")
 
 
-def _only_names(policies: str) -> None:
+def only_names(policies: str) -> None:
+    """Refuse files and objects of policies, for a server.
+
+    Raises:
+        EvalError: naming what a request may pick.
+    """
     if any(mark in policies for mark in "{./"):
         raise EvalError("over HTTP a request picks a policy by name, all other options are the server's: use names")
 

@@ -8,7 +8,7 @@ score the answer's rows. Answers wait for an idle engine first, then for a step 
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from time import monotonic
@@ -124,6 +124,13 @@ class Audits(Mechanism):
 
     Args:
         scheduler: an `EvictionMixin`.
+
+    Attributes:
+        drawn: answers drawn so far.
+        idle_only: seconds for which each waits for an idle engine.
+        longest: seconds after which it is dropped.
+        most_tokens: most tokens of answers that wait, their prompts included.
+        told: called with each answer that was drawn, and its verdict, or why it has none.
     """
 
     def __init__(self, scheduler: EngineView) -> None:
@@ -135,8 +142,9 @@ class Audits(Mechanism):
         self._shadow: Check | None = None
         #: Whether a request was left waiting by the last step.
         self._waits = False
-        #: Answers drawn so far, and seconds for which each waits for an idle engine.
-        self.drawn, self.idle_only = 0, IDLE_ONLY
+        self.drawn = 0
+        self.idle_only, self.longest, self.most_tokens = IDLE_ONLY, LONGEST, float(MOST_TOKENS)
+        self.told: Callable[[Answer, Verdict | str], None] | None = None
         self._measures = measures_mass(scheduler.vllm_config)
         self._processed = bool(scheduler.vllm_config.model_config.logits_processors)
         #: Whether a request lost blocks -> counts of verdicts; first differences since the last line of the log.
@@ -180,7 +188,7 @@ class Audits(Mechanism):
         answer = Answer(request, blocks.policy, kept, gone, monotonic())
         if (why := "processors" if self._processed else unfit(request)) is not None:
             self._skip(answer, why)
-        elif self._tokens + request.num_tokens > MOST_TOKENS:
+        elif self._tokens + request.num_tokens > self.most_tokens:
             self._skip(answer, "backlog")
         else:
             self._backlog.append(answer)
@@ -193,6 +201,8 @@ class Audits(Mechanism):
     def _skip(self, answer: Answer, why: str) -> None:
         self._skips[why] += 1
         self._scheduler.tally.skip(answer.policy, why)
+        if self.told is not None:
+            self.told(answer, why)
 
     def _stop(self, why: str) -> None:
         """Drop all answers that wait, and the shadow."""
@@ -220,7 +230,7 @@ class Audits(Mechanism):
         crowded = self._waits or self._others_first()
         if shadow and not shadow.request.is_finished() and (crowded or not self._shadows.gets_on(shadow)):
             self._withdraw()
-        while self._backlog and now - self._backlog[0].since > LONGEST:
+        while self._backlog and now - self._backlog[0].since > self.longest:
             answer = self._backlog[0]
             if self._shadow is not None and self._shadow.answer is answer:
                 self._withdraw()
@@ -358,6 +368,8 @@ class Audits(Mechanism):
         if sum(each["requests"] + each["sampled_requests"] for each in self._totals.values()) % SAID_EVERY == 0:
             self._say()
         self._judge_target()
+        if self.told is not None:
+            self.told(answer, verdict)
 
     def _say(self) -> None:
         """Log a line about all answers so far."""

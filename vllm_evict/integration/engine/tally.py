@@ -47,6 +47,7 @@ AUDIT_COUNTERS = {
     "computed_tokens": ("vllm:kv_evict_audit_computed_tokens", "Tokens computed to score answers."),
 }
 AUDIT_SKIPPED = ("vllm:kv_evict_audit_skipped", "Answers that were drawn for an audit and have none, by reason.")
+AUDIT_SHARE = ("vllm:kv_evict_audit_share", "Share of answers that are drawn for an audit.")
 AUDIT_TARGET = ("vllm:kv_evict_audit_target", "Share of audited answers that should be identical.")
 RESIDENT = ("vllm:kv_evict_blocks_resident", "KV blocks held by running requests.")
 

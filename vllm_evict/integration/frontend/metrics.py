@@ -6,7 +6,7 @@ from typing import Any
 
 from ...config import KVPolicyConfig
 from ...core.audit import CONTROL, KEPT
-from ..engine.tally import AUDIT_COUNTERS, AUDIT_SKIPPED, AUDIT_TARGET, COUNTERS, PLACES, RESIDENT
+from ..engine.tally import AUDIT_COUNTERS, AUDIT_SHARE, AUDIT_SKIPPED, AUDIT_TARGET, COUNTERS, PLACES, RESIDENT
 
 
 class PrometheusMetrics:
@@ -32,19 +32,21 @@ class PrometheusMetrics:
             self._metrics[key] = gauge(*named, labels, multiprocess_mode="mostrecent")
         self._series: dict[tuple[int, str], dict[str, Any]] = {}
         self._audits: dict[str, Any] = {}
+        settings = []
         if policy.audit:
+            settings.append((AUDIT_SHARE, policy.audit))
             by_share = [*labels, "kept"]
             self._audits = {key: counter(*named, by_share) for key, named in AUDIT_COUNTERS.items()}
             self._skipped = counter(*AUDIT_SKIPPED, [*labels, "reason"])
-        targets = None
         if policy.target is not None:
-            targets = gauge(*AUDIT_TARGET, labels, multiprocess_mode="mostrecent")
+            settings.append((AUDIT_TARGET, policy.target))
+        shown = [(gauge(*named, labels, multiprocess_mode="mostrecent"), value) for named, value in settings]
         for engine, name in product(engines, sorted(policy.allowed)):
             self._of(engine, name)
             for metric, kept in product(self._audits.values(), (CONTROL, *KEPT)):
                 metric.labels(model_name, str(engine), name, kept)
-            if targets is not None:
-                targets.labels(model_name, str(engine), name).set(policy.target)
+            for metric, value in shown:
+                metric.labels(model_name, str(engine), name).set(value)
 
     def record(self, counts: dict[str, dict[str, Any]], engine: int) -> None:
         """Add what an engine counted (`Tally.take`)."""

@@ -1,0 +1,397 @@
+"""The smallest budget of each policy that meets a target on a user's own prompts, as audits see it.
+
+All prompts run under `full` first: the control. Then budgets of a policy are searched on one half of the prompts, and
+what the search finds is confirmed on the other half (`search`). A run goes on where it was stopped: each policy, budget
+and half is a row of a file.
+"""
+
+import datetime
+import functools
+import hashlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from ..config import KVPolicyConfig
+from . import EvalError
+from .audited import MEASURES, Audit, Engine, Server, auditing
+from .backends import block_size_of, check_model, model_length
+from .policies import Contender, contenders, servers
+from .prompts import Prompts
+from .questions import Question, halves, load
+from .rows import Row, Rows, key_of
+from .run import only_names
+from .search import CHAIN, Figure, chain, confirmed, most_measured, smallest
+
+FILE = "tune.jsonl"
+TARGET = 0.95
+FULL = Contender("full", KVPolicyConfig(name="full"))
+#: Parts of the prompts.
+CONTROL, SEARCH, CONFIRM = "control", "search", "confirm"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The options of a run; `cli.py` explains each."""
+
+    prompts: Path
+    out: Path
+    model: str | None = None
+    url: str | None = None
+    target: float | None = None
+    measure: str = "identical"
+    policies: str = "h2o,snapkv,keydiff"
+    budgets: tuple[int | float, ...] = tuple(n / 20 for n in range(1, 20))
+    budget_bytes: int | None = None
+    max_tokens: int = 256
+    batch: int = 16
+    chat: bool = True
+    engine_args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was found of one policy.
+
+    Attributes:
+        contender: the smallest budget that was confirmed; if none was, the one that failed; if none met the target in
+            the search, the largest.
+        row: of that budget, on the half that confirms, or that was searched.
+        confirmed: whether the half that confirms says that the target is met.
+        needed: prompts with which it would probably say so; None if no number would do, or none is needed.
+    """
+
+    contender: Contender
+    row: Row
+    confirmed: bool
+    needed: int | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run: its rows, what was found of each policy, and the best of these; None if no budget met the target."""
+
+    plan: Plan
+    model: str
+    target: float
+    rows: list[Row]
+    control: Row
+    outcomes: list[Outcome]
+
+    @property
+    def best(self) -> Outcome | None:
+        """The least memory, of confirmed outcomes if there are any, else of those that more prompts may confirm; for a
+        number of bytes the best answers."""
+        if self.plan.budget_bytes is not None:
+            return next(each for each in self.outcomes if each.row["part"] == CONFIRM)
+        met = [each for each in self.outcomes if each.row["part"] == CONFIRM and self.figure(each.row).n]
+
+        def worse(outcome: Outcome) -> tuple[bool, bool, float, float]:
+            hopeless = not outcome.confirmed and outcome.needed is None
+            return not outcome.confirmed, hopeless, outcome.row["memory"], -self.figure(outcome.row).share
+
+        return min(met, key=worse, default=None)
+
+    def figure(self, row: Row) -> Figure:
+        """Return the scores of a row by the measure of the run."""
+        return figure_of(row, self.plan.measure)
+
+
+def figure_of(row: Row, measure: str) -> Figure:
+    """Return the scores of answers that lost blocks; of the control, of all answers."""
+    return Figure(tuple(row["kept" if row["part"] == CONTROL else "lost"].get(measure, ())))
+
+
+def run(plan: Plan, say: Callable[[str], None]) -> Result:
+    """Measure what is missing in the folder, and return what was found.
+
+    Args:
+        plan: the options.
+        say: prints a line for the user.
+
+    Raises:
+        EvalError: the plan is wrong, or its target is above the control; what was measured is kept.
+    """
+    target = check(plan)
+    questions = load(plan.prompts, plan.max_tokens)
+    tuner = _served(plan, questions) if plan.url else _offline(plan, questions)
+    try:
+        return tuner.run(target, say)
+    finally:
+        tuner.close()
+
+
+def check(plan: Plan) -> float:
+    """Refuse a wrong plan before anything starts, and return the target.
+
+    Raises:
+        EvalError: naming what is allowed.
+    """
+    if plan.url is None and plan.model is None:
+        raise EvalError("tune got neither --model nor --url; expected the model, or a server that audits all answers")
+    if plan.measure not in MEASURES:
+        raise EvalError(f"--measure got {plan.measure!r}; expected one of: {', '.join(MEASURES)}")
+    for option, value in (("--batch", plan.batch), ("--max-tokens", plan.max_tokens)):
+        if value < 1:
+            raise EvalError(f"{option} got {value}; expected 1 or more")
+    if not plan.budgets or len({isinstance(budget, float) for budget in plan.budgets}) > 1:
+        raise EvalError("--budgets got none, or both tokens and ratios; expected one or more of the same kind")
+    if plan.url:
+        only_names(plan.policies)
+        for given, option, why in (
+            (plan.measure == "tokens", "--measure tokens", "its metrics do not tell tokens by answer"),
+            (plan.budget_bytes is not None, "--budget-bytes", "it does not tell the bytes of a token"),
+            (bool(plan.engine_args), "--engine-args", "they are the server's own"),
+        ):
+            if given:
+                raise EvalError(f"a server got {option}; {why}: leave {option} out, or give --model without --url")
+    if plan.budget_bytes is not None and plan.target is not None:
+        raise EvalError(
+            "--budget-bytes got a --target too; expected one: the best for so much memory, or the least for it"
+        )
+    if plan.target is not None and not 0 < plan.target < 1:
+        raise EvalError(
+            f"--target got {plan.target:g}; expected a share above 0 and below 1, which prompts can confirm"
+        )
+    return TARGET if plan.target is None else plan.target
+
+
+def wanted(plan: Plan, budgets: Sequence[int | float]) -> dict[str, list[Contender]]:
+    """Return label -> contenders, smallest budget first; without `full`, the control.
+
+    Raises:
+        EvalError: no policy is left, or two have one label.
+    """
+    found: dict[str, list[Contender]] = {}
+    for each in contenders(plan.policies, sorted(set(budgets))):
+        if each.config.name == "full":
+            continue
+        own = found.setdefault(each.label, [])
+        if own and own[0].options != each.options:
+            raise EvalError(
+                f"--policies got two that are shown as {each.label!r}; expected files with names of their own"
+            )
+        own.append(each)
+    if not found:
+        raise EvalError("--policies got full alone, which is the control; expected policies that evict, such as h2o")
+    return found
+
+
+class Tuner:
+    """Runs one plan.
+
+    Args:
+        plan: the options.
+        model: name in the rows.
+        questions: the prompts.
+        policies: label -> contenders.
+        starts: how to start each backend, and the labels that it serves; `full` is one of them.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: str,
+        questions: list[Question],
+        policies: dict[str, list[Contender]],
+        starts: list[tuple[Callable[[], Engine | Server], set[str]]],
+    ):
+        self.plan, self.model, self.policies, self._starts = plan, model, policies, starts
+        search, confirm = halves(questions)
+        self.parts = {CONTROL: questions, SEARCH: search, CONFIRM: confirm}
+        prompts = hashlib.sha256("".join(sorted(each.sha256 for each in questions)).encode()).hexdigest()
+        #: What all rows of a folder have in common.
+        self._same = {"prompts": prompts, "chat": plan.chat, "engine_args": plan.engine_args, "url": plan.url}
+        self.rows = Rows(plan.out, model, FILE)
+        for row in self.rows.rows:
+            if others := [name for name, value in self._same.items() if row["same"][name] != value]:
+                raise EvalError(
+                    f"{self.rows.path} was measured with other {', '.join(others)}; expected the same, to go on there: "
+                    "give them, or another --out"
+                )
+        self._backend: Engine | Server | None = None
+        self._running: Callable[[], Engine | Server] | None = None
+        self._bar: Any = None
+
+    def close(self) -> None:
+        """Stop what was started."""
+        if self._backend is not None:
+            self._backend.close()
+        self._backend = self._running = None
+
+    def backend(self, label: str) -> Engine | Server:
+        """Return the backend that serves a policy, started if it is not running."""
+        start = next(start for start, labels in self._starts if label in labels)
+        if start is not self._running or self._backend is None:
+            self.close()
+            self._backend, self._running = start(), start
+        return self._backend
+
+    def measure(self, contender: Contender, part: str) -> Row:
+        """Return the row of a contender on a part of the prompts; measure it if it is not there."""
+        plan, questions = self.plan, self.parts[part]
+        row = {
+            "task": "tune",
+            "model": self.model,
+            "policy": contender.label,
+            "policy_config": contender.options,
+            "budget": contender.budget,
+            "part": part,
+            "setting": part,
+            "prompt": self._same["prompts"],
+            "chat": plan.chat,
+            "engine_args": plan.engine_args,
+            "backend": plan.url or "offline",
+        }
+        row["key"] = key = key_of(row)
+        if (known := next((each for each in self.rows.rows if each["key"] == key), None)) is not None:
+            return known
+        backend = self.backend(contender.label)
+        self._bar.set_description(f"{contender}, {part}")
+        start = time.perf_counter()
+        audit: Audit = backend.ask(contender, questions, key, self._bar.update)
+        row |= {"same": self._same, "asked": len(questions), **vars(audit), **backend.about}
+        row |= {"score": figure_of(row, "identical").share, "seconds": time.perf_counter() - start}
+        row["time"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        self.rows.append([row])
+        return row
+
+    def run(self, target: float, say: Callable[[str], None]) -> Result:
+        """Run the control, then each policy."""
+        plan = self.plan
+        if plan.budget_bytes is None and not self._enough(target):
+            needed = 2 * (Figure((1.0,)).needed(target) or 0)
+            say(
+                f"{len(self.parts[CONTROL])} prompts are too few to confirm {target:g}, even if no answer of a half "
+                f"differs: that takes {needed}"
+            )
+        if self.rows.rows:
+            say(f"{self.rows.path}: {len(self.rows.rows)} cells are there already")
+        with tqdm(unit="prompt", disable=None) as self._bar:
+            self._bar.total = len(self.parts[CONTROL])
+            control = self.measure(FULL, CONTROL)
+            self._check_control(control, target)
+            outcomes = self._for_bytes(plan.budget_bytes) if plan.budget_bytes is not None else self._all(target)
+            self._bar.total = self._bar.n
+        return Result(plan, self.model, target, self.rows.rows, control, outcomes)
+
+    def _enough(self, target: float) -> bool:
+        """Return whether one half of the prompts could confirm the target."""
+        return Figure((1.0,) * len(self.parts[CONFIRM])).confirms(target)
+
+    def _check_control(self, control: Row, target: float) -> None:
+        figure = figure_of(control, self.plan.measure)
+        if not figure.n:
+            why = ", ".join(f"{why} {count}" for why, count in control["skipped"].items())
+            raise EvalError(f"no answer under full attention could be audited ({why or 'all lost blocks'})")
+        if self.plan.budget_bytes is None and figure.share < target:
+            low, high = figure.interval
+            raise EvalError(
+                f"--target got {target:g}; expected at most {figure.share:.3f}, the control: of {figure.n} answers "
+                f"under full attention so many are {self.plan.measure} ({low:.3f} to {high:.3f}), by rounding alone. "
+                "Take a lower target, or another --measure"
+            )
+
+    def _all(self, target: float) -> list[Outcome]:
+        """Return what is found of each policy."""
+        found = []
+        # The policies of the backend that runs come first.
+        for _, labels in self._starts:
+            for label in (each for each in self.policies if each in labels):
+                most = most_measured(len(self.policies[label])), CHAIN
+                self._bar.total = self._bar.n + sum(
+                    count * len(self.parts[part]) for count, part in zip(most, (SEARCH, CONFIRM))
+                )
+                found.append(self._policy(self.policies[label], target))
+        return found
+
+    def _policy(self, tried: list[Contender], target: float) -> Outcome:
+        """Search the budgets of a policy, and confirm what is found."""
+        measure = self.plan.measure
+
+        def figure(index: int, part: str) -> Figure:
+            return figure_of(self.measure(tried[index], part), measure)
+
+        found = smallest(len(tried), lambda index: figure(index, SEARCH).share >= target)
+        if found is None:
+            return Outcome(tried[-1], self.measure(tried[-1], SEARCH), False)
+        order = chain(found, len(tried)) if self._enough(target) else [found]
+        # A budget at which no request loses a block changes no answer.
+        last = confirmed(order, lambda index: not (at := figure(index, CONFIRM)).n or at.confirms(target))
+        if last is not None and figure(last, CONFIRM).n:
+            return Outcome(tried[last], self.measure(tried[last], CONFIRM), True)
+        failed = next((index for index in order if figure(index, CONFIRM).n), order[0])
+        row, at = self.measure(tried[failed], CONFIRM), figure(failed, CONFIRM)
+        needed = at.needed(target)
+        # Of a half, some requests lose nothing.
+        prompts = None if needed is None or not at.n else math.ceil(2 * needed * row["asked"] / at.n)
+        return Outcome(tried[failed], row, False, prompts)
+
+    def _for_bytes(self, size: int) -> list[Outcome]:
+        """Return each policy at a budget of so many bytes on the half that is searched; the best on the other half."""
+        searched = {}
+        for label in self.policies:
+            backend = self.backend(label)
+            assert isinstance(backend, Engine)
+            block = backend.about["engine"]["block_size"]
+            tokens = int(size / backend.bytes_per_token) // block * block
+            if not tokens:
+                least = math.ceil(backend.bytes_per_token * block)
+                raise EvalError(f"--budget-bytes got {size}; expected {least:,} or more: a block of {block} tokens")
+            (contender,) = wanted(self.plan, [tokens])[label]
+            searched[label] = Outcome(contender, self.measure(contender, SEARCH), False)
+        best = max(
+            searched.values(),
+            key=lambda each: (figure_of(each.row, self.plan.measure).share, -each.row["memory"]),
+        )
+        row = self.measure(best.contender, CONFIRM)
+        return [Outcome(best.contender, row, False) if each is best else each for each in searched.values()]
+
+
+def _served(plan: Plan, questions: list[Question]) -> Tuner:
+    """Return what runs a plan on a server."""
+    policies = wanted(plan, plan.budgets)
+    every = [each for tried in policies.values() for each in tried]
+    assert plan.url is not None
+    server = Server(plan.url, plan.model, every, batch=plan.batch, chat=plan.chat)
+    # What the server grants to no request of a policy is refused here, before hours of others.
+    longest = max(questions, key=lambda each: len(str(each.prompt)))
+    for tried in policies.values():
+        server.ask(tried[-1], [replace(longest, max_tokens=1)], "first", lambda done: None)
+    return Tuner(plan, server.model, questions, policies, [(lambda: server, {"full", *policies})])
+
+
+def _offline(plan: Plan, questions: list[Question]) -> Tuner:
+    """Return what runs a plan in engines of this process, as few as serve all policies."""
+    assert plan.model is not None
+    check_model(plan.model)
+    prompts = Prompts(plan.engine_args.get("tokenizer") or plan.model, plan.chat)
+    longest = plan.engine_args.get("max_model_len") or model_length(plan.model) or 1 << 20
+    for each in questions:
+        try:
+            tokens = len(prompts.sent(each.prompt))
+        except EvalError as error:
+            raise EvalError(f"{each.place}: {error}") from None
+        if tokens + each.max_tokens > longest:
+            raise EvalError(
+                f"{each.place}: prompt and answer are {tokens} + {each.max_tokens} tokens, the model has {longest}: "
+                "leave the row out, or give fewer --max-tokens, or a larger max_model_len in --engine-args"
+            )
+    policies = wanted(plan, plan.budgets if plan.budget_bytes is None else [longest])
+    block_size = block_size_of(plan.model, plan.engine_args)
+    # Requests of one server have other budgets than its own, as far as that goes.
+    largest = [FULL, *(tried[-1] for tried in policies.values())]
+    start = functools.partial(
+        Engine, plan.model, prompts=prompts, batch=plan.batch, block_size=block_size, engine_args=plan.engine_args
+    )
+    starts = []
+    for server, served in servers(largest, longest, block_size):
+        server = auditing(server)
+        block_size_of(plan.model, plan.engine_args | {"kv_policy": server.to_dict()})  # refused before any of them runs
+        starts.append((functools.partial(start, server), {each.label for each in served}))
+    return Tuner(plan, plan.model, questions, policies, sorted(starts, key=lambda each: "full" not in each[1]))
