@@ -1,9 +1,12 @@
 """Which commands of vLLM's recipe book a KV policy serves, by device: asks the plugin's own configuration.
 
     python benchmarks/recipes.py BOOK [--devices h200 b200] [--policies sink-window h2o adakv] [--rows FILE.csv]
+        [--servers single prefill decode simple lmcache]
 
 BOOK is a checkout of https://github.com/vllm-project/recipes. For each language model it recommends one command on a
-device: the default variant on one node, with the features that are not opt-in. The book lacks the configurations of
+device: the default variant on one node, with the features that are not opt-in (`single`). Some models may prefill and
+decode on separate servers (`prefill`, `decode`), most may keep blocks of the prefix cache in host memory (`simple`,
+`lmcache`), by the book's own flags. The book lacks the configurations of
 these models. So one model stands for each class of recipes.json, in sizes of published models, and gets the flags of
 the commands, without those of front ends, images and experts. Nothing is loaded and no device is needed, as for
 `vllm-evict check`.
@@ -32,6 +35,8 @@ LEFT_OUT = {
     *("--load_format", "--load-format", "--tokenizer", "--host", "--port", "--quantization", "--hf-overrides"),
     *("--mm-encoder-tp-mode", "--mm-processor-cache-gb", "--limit-mm-per-prompt", "--enable-expert-parallel"),
 }
+#: What a recipe's server may be, beside the recommended one.
+SERVERS = ("single", "prefill", "decode", "simple", "lmcache")
 ASK = """
 import json, sys
 from vllm_evict.integration import check
@@ -62,36 +67,58 @@ class Command(NamedTuple):
     flags: tuple[str, ...]
 
 
-def commands(book: Path, device: str) -> Iterator[Command]:
-    """Yield what the book recommends on a device."""
-    profile = yaml.safe_load((book / "taxonomy.yaml").read_text())["hardware_profiles"][device]
+def commands(book: Path, device: str, server: str = "single") -> Iterator[Command]:
+    """Yield what the book recommends on a device: for each model that may have it, one of `SERVERS`."""
+    taxonomy = yaml.safe_load((book / "taxonomy.yaml").read_text())
+    profile = taxonomy["hardware_profiles"][device]
     for file in sorted(book.glob("models/*/*.yaml")):
         name = f"{file.parent.name}/{file.stem}"
         of = next((each for each in CLASSES if any(fnmatchcase(name, known) for known in each["recipes"])), None)
         recipe = yaml.safe_load(file.read_text())
-        if of is not None and recipe["meta"].get("hardware", {}).get(device) != "unsupported":
-            yield Command(name, of, tuple(_kept(recommended(recipe, device, profile))))
+        if of is None or recipe["meta"].get("hardware", {}).get(device) == "unsupported":
+            continue
+        strategy, flags = recipe.get("default_strategy", "single_node_tp"), []
+        if server in ("prefill", "decode"):
+            strategy = "pd_cluster"
+            if strategy not in recipe.get("compatible_strategies", ()):
+                continue
+            flags = yaml.safe_load((book / "strategies" / "pd_cluster.yaml").read_text())[server]["vllm_args"]
+        elif server != "single":
+            offload = taxonomy["kv_offload"][server]
+            barred = (recipe.get("kv_offload_support") or {}).get(server) == "unsupported"
+            if barred or strategy not in offload.get("strategies", (strategy,)):
+                continue
+            flags = offload["args"]
+        yield Command(name, of, tuple(_kept(recommended(recipe, device, profile, strategy, server, flags))))
 
 
-def recommended(recipe: dict[str, Any], device: str, profile: dict[str, Any]) -> list[str]:
-    """Return the flags of a recipe's recommended command, the last of two equal ones in force.
+def recommended(
+    recipe: dict[str, Any], device: str, profile: dict[str, Any], strategy: str, server: str, own: Sequence[str]
+) -> list[str]:
+    """Return the flags of a recipe's command on one node, the last of two equal ones in force.
 
     As in the book's src/lib/command-synthesis.js: flags of the model, of the device from general to exact, of features.
+
+    Args:
+        own: flags of the strategy, or of what keeps blocks on the host.
     """
     variant, keys = recipe["variants"]["default"], (profile["brand"].lower(), profile["generation"], device)
-    strategy = recipe.get("default_strategy", "single_node_tp")
-    flags = [*recipe["model"].get("base_args", ()), *variant.get("extra_args", ())]
-    flags += (recipe.get("strategy_overrides") or {}).get(strategy, {}).get("extra_args", ())
+    of_strategy, side = (recipe.get("strategy_overrides") or {}).get(strategy, {}), strategy == "pd_cluster"
+    flags = [*recipe["model"].get("base_args", ()), *variant.get("extra_args", ()), *(own if side else ())]
+    for overrides in (of_strategy, of_strategy.get(server, {}) if side else {}):
+        flags += overrides.get("extra_args", ())
     for overrides in (recipe.get("hardware_overrides") or {}, variant.get("hardware_overrides") or {}):
         for key in keys:
             flags += (overrides.get(key) or {}).get("extra_args", ())
-    degree = str(_degree(recipe, variant, profile, keys))
-    flags += ["--data-parallel-size" if strategy.endswith("dep") else "--tensor-parallel-size", degree]
+    degree = profile["gpu_count"] if side else _degree(recipe, variant, profile, keys)
+    experts = of_strategy.get(server, {}).get("parallelism") == "dep" if side else strategy.endswith("dep")
+    flags += ["--data-parallel-size" if experts else "--tensor-parallel-size", str(degree)]
     for name, feature in (recipe.get("features") or {}).items():
-        if name not in (recipe.get("opt_in_features") or ()):
+        if name not in (recipe.get("opt_in_features") or ()) and strategy in feature.get("strategies", (strategy,)):
             modes = feature.get("modes") or {}
             mode = modes.get(feature.get("default_mode"), next(iter(modes.values()), {}))
             flags += [*feature.get("args", ()), *mode.get("args", ())]
+    flags += () if side else own
     return [part for flag in map(str, flags) for part in (flag.split(" ", 1) if flag.startswith("--") else [flag])]
 
 
@@ -128,9 +155,13 @@ def ask(device: str, servers: list[list[str]]) -> list[str]:
     return list(map(json.loads, done.stdout.splitlines()))
 
 
-def answers(book: Path, device: str, policies: Sequence[str], folder: Path) -> list[tuple[Command, list[str]]]:
+def answers(
+    book: Path, device: str, server: str, policies: Sequence[str], folder: Path
+) -> list[tuple[Command, list[str]]]:
     """Return for each command on a device what is said of it under each policy. Models are written to `folder`."""
-    given, servers = list(commands(book, device)), {}
+    given, servers = list(commands(book, device, server)), {}
+    if server == "prefill":  # No policy runs there: a plain model stands for those without a configuration.
+        given = [each if "config" in each.of else each._replace(of=CLASSES[0]) for each in given]
     for number, of in enumerate(CLASSES):
         if "config" in of:
             (folder / str(number)).mkdir(exist_ok=True)
@@ -153,28 +184,33 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("book", type=Path)
     parser.add_argument("--devices", nargs="+", default=["h200", "b200"])
     parser.add_argument("--policies", nargs="+", default=["sink-window", "h2o", "adakv"])
+    parser.add_argument("--servers", nargs="+", default=["single"], choices=SERVERS)
     parser.add_argument("--rows", type=Path, help="a CSV file with a row for each command")
     args = parser.parse_args(argv)
-    found: dict[str, list[tuple[Command, list[str]]]] = {}
+    found: dict[tuple[str, str], list[tuple[Command, list[str]]]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for device in args.devices:
-            found[device] = answers(args.book, device, args.policies, Path(folder))
-    print(f"| commands served | {' | '.join(args.devices)} |\n|---{'|---:' * len(args.devices)}|")
-    for index, policy in enumerate(args.policies):
-        counts = [f"{sum(said[index] == 'served' for _, said in rows)} of {len(rows)}" for rows in found.values()]
-        print(f"| `{policy}` | {' | '.join(counts)} |")
-    for device, rows in found.items():
+        for server in args.servers:
+            for device in args.devices:
+                found[server, device] = answers(args.book, device, server, args.policies, Path(folder))
+    print(f"| server | policy | {' | '.join(args.devices)} |\n|---|---{'|---:' * len(args.devices)}|")
+    for server in args.servers:
+        for index, policy in enumerate(args.policies):
+            of = [found[server, device] for device in args.devices]
+            counts = [f"{sum(said[index] == 'served' for _, said in rows)} of {len(rows)}" for rows in of]
+            print(f"| {server} | `{policy}` | {' | '.join(counts)} |")
+    for (server, device), rows in found.items():
         for index, policy in enumerate(args.policies):
             causes = Counter(said[index].split(": ", 1)[0][:150] for _, said in rows if said[index] != "served")
             for cause, count in causes.most_common():
-                print(f"{device}, {policy}: {count} not served: {cause}")
+                print(f"{server}, {device}, {policy}: {count} not served: {cause}")
     if args.rows:
         with args.rows.open("w", newline="") as file:
             writer = csv.writer(file)
-            writer.writerow(["device", "recipe", "class", "flags", *args.policies])
-            for device, rows in found.items():
+            writer.writerow(["server", "device", "recipe", "class", "flags", *args.policies])
+            for (server, device), rows in found.items():
                 for command, said in rows:
-                    writer.writerow([device, command.recipe, command.of["class"], " ".join(command.flags), *said])
+                    of_command = (server, device, command.recipe, command.of["class"], " ".join(command.flags))
+                    writer.writerow([*of_command, *said])
 
 
 if __name__ == "__main__":

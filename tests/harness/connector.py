@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadWorkerMetadata
@@ -22,7 +22,7 @@ def prompt_blocks(engine, prompt):
     def take(engine):
         for request in engine.scheduler.running:
             if not found and request.num_computed_tokens >= len(prompt):
-                blocks = engine.held_by(request.request_id)[: -(-len(prompt) // 32)]
+                blocks = engine.held_by(request.request_id)[: -(-len(prompt) // engine.manager.block_size)]
                 found.extend(cache[blocks].clone() for cache in engine.worker.model_runner.kv_caches)
 
     assert request_id in engine.run(take) and found
@@ -30,12 +30,12 @@ def prompt_blocks(engine, prompt):
 
 
 class Shelf:
-    """Prompts' blocks that other engines computed, and how they come.
+    """Prompts' blocks that engines computed, and how they come.
 
     Attributes:
-        prompts: prompt -> for each layer, the content of its blocks.
+        prompts: prompt -> for each tensor of the cache, the content of its blocks, by their place in the prompt.
         waits: the engine takes up a request when its blocks have come; else they come with its first step.
-        delay: steps that a load takes.
+        delay: steps that a load takes, or a request that ended keeps its blocks.
         spoiled: prompt -> indices of its blocks that do not come the next time.
         loaded: physical blocks of each load, as it is asked for.
     """
@@ -50,78 +50,124 @@ class Shelf:
         cls.prompts, cls.spoiled, cls.loaded, cls.waits, cls.delay = {}, {}, [], True, 2
 
 
+#: Of a request, for each KV group: its place in the prompt -> physical block.
+Tables = list[dict[int, int]]
+
+
 @dataclass
-class Loads(KVConnectorMetadata):
-    """Request -> its prompt, its first block that comes, and the physical blocks."""
+class Transfers(KVConnectorMetadata):
+    """Request -> its prompt, and its blocks that come, or that go."""
 
-    loads: dict[str, tuple[tuple[int, ...], int, list[int]]] = field(default_factory=dict)
+    loads: dict[str, tuple[tuple[int, ...], Tables]] = field(default_factory=dict)
+    sends: dict[str, tuple[tuple[int, ...], Tables]] = field(default_factory=dict)
 
 
-class ShelfConnector(KVConnectorBase_V1):
-    """Brings prompts from `Shelf`, all blocks with the last one, as vLLM's NixlConnector does on the side of decodes."""
+class ShelfConnector(KVConnectorBase_V1, SupportsHMA):
+    """Brings prompts from `Shelf`, all blocks with the last one, and puts those there that requests hand on: both sides
+    of vLLM's NixlConnector.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._next, self._first, self._loads = Loads(), {}, set()
-        self._caches, self._under_way, self._invalid = [], {}, set()
+    States come without the prompt's last token, which the engine computes: a prompt is also found without it.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._groups = kv_cache_config.kv_cache_groups
+        self._sizes = [group.kv_cache_spec.block_size for group in self._groups]
+        self._next, self._first, self._loads = Transfers(), {}, set()
+        self._caches, self._coming, self._going, self._invalid = [], {}, {}, set()
 
     # The scheduler's side
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
-        there = len(Shelf.prompts.get(tuple(request.prompt_token_ids), [[]])[0])
-        tokens = min(there * 32, request.num_prompt_tokens)
-        if request.request_id in self._loads:  # a load that failed is not tried again
+        prompt = self._found(request)
+        if request.request_id in self._loads or not prompt:  # a load that failed is not tried again
             return 0, False
+        tokens = len(prompt)
         if not Shelf.waits:
-            tokens = (request.num_prompt_tokens - 1) // 32 * 32 if there else 0
-        self._first[request.request_id] = num_computed_tokens // 32
+            tokens = (request.num_prompt_tokens - 1) // self._sizes[0] * self._sizes[0]
+        self._first[request.request_id] = num_computed_tokens
         return max(tokens - num_computed_tokens, 0), Shelf.waits and tokens > num_computed_tokens
+
+    @staticmethod
+    def _found(request):
+        prompt = tuple(request.prompt_token_ids)
+        return next((known for known in (prompt, prompt[:-1]) if known in Shelf.prompts), ())
 
     def update_state_after_alloc(self, request, blocks, num_external_tokens):
         if num_external_tokens:
-            (table,), first = blocks.get_block_ids(), self._first[request.request_id]
-            come = table[first : first + -(-num_external_tokens // 32)]
-            self._next.loads[request.request_id] = (tuple(request.prompt_token_ids), first, come)
+            first = self._first[request.request_id]
+            tables = self._tables(blocks.get_block_ids(), first, first + num_external_tokens)
+            self._next.loads[request.request_id] = (self._found(request), tables)
             self._loads.add(request.request_id)
-            Shelf.loaded.append(come)
+            Shelf.loaded.append([block for table in tables for block in table.values()])
+
+    def _tables(self, block_ids, first, end):
+        return [
+            {place: block for place, block in enumerate(ids) if block and first // size <= place < -(-end // size)}
+            for ids, size in zip(block_ids, self._sizes, strict=True)
+        ]
 
     def build_connector_meta(self, scheduler_output):
-        meta, self._next = self._next, Loads()
+        meta, self._next = self._next, Transfers()
         return meta
 
     def request_finished(self, request, block_ids):
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(self, request, block_ids):
         self._loads.discard(request.request_id)
-        return False, None
+        if not (request.kv_transfer_params or {}).get("do_remote_decode"):
+            return False, None
+        prompt = tuple(request.prompt_token_ids)
+        self._next.sends[request.request_id] = (prompt, self._tables(block_ids, 0, len(prompt)))
+        return True, {"do_remote_prefill": True}
 
     # The worker's side
 
     def register_kv_caches(self, kv_caches):
-        self._caches = list(kv_caches.values())
+        """Caches as tensors with their KV group: a layer with states has several."""
+        groups = {layer: number for number, group in enumerate(self._groups) for layer in group.layer_names}
+        self._caches = [
+            (groups[layer], part)
+            for layer, cache in sorted(kv_caches.items())  # vLLM has them by group
+            for part in (cache if isinstance(cache, (list, tuple)) else [cache])
+        ]
 
     def start_load_kv(self, forward_context, **kwargs):
-        for req_id, load in self._get_connector_metadata().loads.items():
+        meta = self._get_connector_metadata()
+        for req_id, send in meta.sends.items():
+            self._going[req_id] = [Shelf.delay, *send]
+        for req_id, load in meta.loads.items():
             if Shelf.waits:
-                self._under_way[req_id] = [Shelf.delay, *load]
+                self._coming[req_id] = [Shelf.delay, *load]
             else:
                 self._load(*load)
 
-    def _load(self, prompt, first, blocks):
+    def _load(self, prompt, tables):
         spoiled = Shelf.spoiled.pop(prompt, [])
-        self._invalid |= {block for index, block in enumerate(blocks, first) if index in spoiled}
-        for cache, content in zip(self._caches, Shelf.prompts[prompt]):
-            cache[blocks] = content[first : first + len(blocks)]
-            cache[list(self._invalid)] = NAN
+        self._invalid |= {block for table in tables for place, block in table.items() if place in spoiled}
+        for (group, cache), content in zip(self._caches, Shelf.prompts[prompt], strict=True):
+            places, blocks = list(tables[group]), list(tables[group].values())
+            cache[blocks] = content[places]
+            if self._invalid:
+                cache[list(self._invalid)] = NAN
+
+    def _send(self, prompt, tables):
+        contents = []
+        for group, cache in self._caches:
+            places, blocks = list(tables[group]), list(tables[group].values())
+            content = cache.new_full((max(places) + 1, *cache.shape[1:]), 0)
+            content[places] = cache[blocks]
+            contents.append(content)
+        Shelf.prompts[prompt] = contents
 
     def get_finished(self, finished_req_ids):
-        done = set()
-        for req_id, load in self._under_way.items():
-            load[0] -= 1
-            if load[0] <= 0:
-                self._load(*load[1:])
-                done.add(req_id)
-        for req_id in done:
-            del self._under_way[req_id]
-        return None, done
+        sent, came = _due(self._going), _due(self._coming)
+        for transfer in sent.values():
+            self._send(*transfer)
+        for transfer in came.values():
+            self._load(*transfer)
+        return set(sent), set(came)
 
     def get_block_ids_with_load_errors(self):
         invalid, self._invalid = self._invalid, set()
@@ -135,6 +181,13 @@ class ShelfConnector(KVConnectorBase_V1):
 
     def wait_for_save(self):
         pass
+
+
+def _due(transfers):
+    """Take those transfers whose last step this is: request -> transfer."""
+    for transfer in transfers.values():
+        transfer[0] -= 1
+    return {req_id: transfers.pop(req_id)[1:] for req_id in [*transfers] if transfers[req_id][0] <= 0}
 
 
 class HostSpec(CPUOffloadingSpec):
@@ -218,7 +271,7 @@ class SimpleHostWorker:
     def register_kv_caches(self, kv_caches):
         self._caches = list(kv_caches.values())
         block = sum(cache[0].numel() * cache.element_size() for cache in self._caches)
-        self._host = [torch.zeros(self._bytes // block + 1, *cache.shape[1:]) for cache in self._caches]
+        self._host = [cache.new_zeros(self._bytes // block + 1, *cache.shape[1:]) for cache in self._caches]
 
     def bind_connector_metadata(self, metadata):
         self._metadata = metadata

@@ -420,6 +420,20 @@ MUTANTS = [
         ("offloading -k stored",),
     ),
     Mutant(
+        "LMCache stores what was computed over holes",
+        "integration/engine/followers.py",
+        "setattr(tracker, counted, sys.maxsize)",
+        "pass",
+        ("cache_server -k stock",),
+    ),
+    Mutant(
+        "a request whose blocks go to another engine loses some",
+        "integration/engine/admission.py",
+        "if scheduler.connector is not None and hands_on(request.kv_transfer_params):",
+        "if False:",
+        ("handing_on -k whole",),
+    ),
+    Mutant(
         "a connector loads into blocks that a step in flight reads",
         "integration/engine/scheduler.py",
         "if self.defer_block_free and self.sched_step_seq > self.processed_step_seq:",
@@ -440,7 +454,7 @@ MUTANTS = [
         "        pass",
         ("connectors -k does_not_come",),
     ),
-    # Preempted requests on the host, layers without a cache.
+    # Preempted requests on the host, layers without a cache, audits.
     Mutant(
         "the sums of a request that goes on are lost",
         "compute/mass.py",
@@ -469,7 +483,6 @@ MUTANTS = [
         "places = [*enumerate(layers)]",
         ("sharing",),
     ),
-    # Audits.
     Mutant(
         "an audit publishes",
         "integration/engine/audits.py",

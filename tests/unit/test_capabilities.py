@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import matrix
 import pytest
 from test_refusals_backends import plain_config
+from vllm.config import KVTransferConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_evict.config import KVPolicyConfig
@@ -42,15 +43,17 @@ def drafts(method, tokens=3, parallel=False):
     }
 
 
-def connector(name="NixlConnector", role="kv_consumer", module=None, both_ways=False):
+def connector(name="NixlConnector", role="kv_consumer", module=None, both_ways=False, parts=()):
+    extra = {"bidirectional_kv_xfer": both_ways, "connectors": parts}
     return {
-        "kv_transfer_config": SimpleNamespace(
-            kv_connector=name,
-            kv_role=role,
-            kv_connector_module_path=module,
-            get_from_extra_config=lambda field, default: both_ways,
+        "kv_transfer_config": KVTransferConfig(
+            kv_connector=name, kv_role=role, kv_connector_module_path=module, kv_connector_extra_config=extra
         )
     }
+
+
+def role_of(name):
+    return {"kv_connector": name, "kv_role": "kv_both"}
 
 
 CUDA = {"device_config__device_type": "cuda"}
@@ -153,14 +156,31 @@ SERVERS = {
         {**connector(), **ASYNC},
         "split kvzip context host path select reach pressure audit",
     ),
-    "a connector beside latents": ({**connector(), **MLA}, ALL),
-    "a connector beside states": ({**connector(), **HYBRID}, ALL),
-    "a connector beside windows": ({**connector(), **WINDOWS}, ALL),
+    "a connector beside latents": ({**connector(), **MLA}, "split tokens kvzip context host path select reach audit"),
+    "a connector beside states": ({**connector(), **HYBRID}, "split kvzip context host path select reach audit"),
+    "a connector beside windows": ({**connector(), **WINDOWS}, "split kvzip context host path select reach audit"),
+    "offloading beside latents": ({**connector("SimpleCPUOffloadConnector", "kv_both"), **MLA}, ALL),
+    "offloading beside states": ({**connector("LMCacheMPConnector", "kv_both"), **HYBRID}, ALL),
+    "offloading beside windows": (
+        {**connector("SimpleCPUOffloadConnector", "kv_both"), **WINDOWS},
+        "split kvzip context host path select reach audit",
+    ),
+    "offloading by the other connector beside windows": (
+        {**connector("OffloadingConnector", "kv_both"), **WINDOWS},
+        ALL,
+    ),
     "a connector and n-grams": ({**connector(), **drafts("ngram")}, ALL),
-    "a connector that sends": (connector(role="kv_producer"), ALL),
-    "a connector of both ways": (connector(role="kv_both"), ALL),
+    "a connector of both sides": (connector(role="kv_both"), "split kvzip context host path select reach audit"),
     "a connector that reads ended requests": (connector(both_ways=True), ALL),
-    "another connector": (connector("MultiConnector"), ALL),
+    "another connector": (connector("HF3FSKVConnector"), ALL),
+    "connectors that are served": (
+        connector("MultiConnector", "kv_both", parts=[role_of("NixlConnector"), role_of("OffloadingConnector")]),
+        "split kvzip context host path select reach audit",
+    ),
+    "connectors one of which is another": (
+        connector("MultiConnector", "kv_both", parts=[role_of("NixlConnector"), role_of("FlexKVConnectorV1")]),
+        ALL,
+    ),
     "a connector of one's own": (connector(module="mine"), ALL),
     "an encoder-cache connector": ({"ec_transfer_config": object()}, ALL),
     "DCP": ({"parallel_config__decode_context_parallel_size": 2}, ALL),

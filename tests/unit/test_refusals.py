@@ -13,6 +13,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.v1.executor.abstract import Executor
 
 from vllm_evict.config import KVPolicyError
+from vllm_evict.integration.start import activation, connectors
 from vllm_evict.policies import POLICIES
 
 SOURCES = Path(__file__).parents[2] / "vllm_evict"
@@ -186,11 +187,6 @@ def test_states_have_no_way_back(tmp_path, field, why):
 
 UNTRIED = {
     "select and Mamba, .*": ({"name": "keydiff", "select": 256}, {}, "leave select out"),
-    "Mamba, .* and the KV connector ExampleConnector": (
-        {},
-        {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_consumer"}},
-        "leave --kv-transfer-config",
-    ),
 }
 
 
@@ -278,32 +274,18 @@ def connected(name="NixlConnector", role="kv_consumer", **fields):
     return dict(kv_transfer_config={"kv_connector": name, "kv_role": role, **fields})
 
 
+CHILDREN = [{"kv_connector": name, "kv_role": "kv_both"} for name in ("NixlConnector", "OffloadingConnector")]
 #: Policy, arguments, what to change.
 CONNECTORS = {
-    'kv_role "kv_producer"': (
+    "KV connector HF3FSKVConnector, which may store": (
         H2O,
-        connected(role="kv_producer"),
-        "leave --kv-policy out on the server that prefills, and set it where prompts arrive",
-    ),
-    "KV connector LMCacheConnectorV1, which may store": (
-        H2O,
-        connected("LMCacheConnectorV1", "kv_both"),
-        "use NixlConnector, ",
-    ),
-    "KV connector MultiConnector, which may store": (
-        H2O,
-        connected("MultiConnector", "kv_both"),
+        connected("HF3FSKVConnector", "kv_both"),
         "use NixlConnector, ",
     ),
     "KV connector ShelfConnector of your own": (
         H2O,
         connected("ShelfConnector", kv_connector_module_path="connector"),
         "use NixlConnector, ",
-    ),
-    "KV connector ExampleConnector and kv_role 'kv_both'": (
-        H2O,
-        connected("ExampleConnector", "kv_both"),
-        'set "kv_role": "kv_consumer" here, and prefill on a server without --kv-policy',
     ),
     "bidirectional_kv_xfer": (
         H2O,
@@ -335,6 +317,9 @@ def test_kv_connectors_that_are_served(tiny):
         connected("MooncakeConnector"),
         connected("OffloadingConnector", "kv_both"),
         connected("SimpleCPUOffloadConnector", "kv_both"),
+        connected("NixlConnector", "kv_both"),
+        connected("ExampleConnector", "kv_both"),
+        connected("MultiConnector", "kv_both", kv_connector_extra_config={"connectors": CHILDREN}),
         dict(kv_offloading_size=1),
     ):
         for policy in (H2O, UNMEASURED, {**H2O, "granularity": "token"}, {**H2O, "when": "pressure"}):
@@ -350,10 +335,15 @@ def test_under_pressure_evicted_blocks_have_to_be_free_at_once(tiny, async_stays
     engine_config(tiny, pressure, async_scheduling=True)
 
 
-def test_no_kv_connector_beside_sliding_windows(tmp_path):
-    windows = with_config(tmp_path, sliding_window=64, layer_types=["sliding_attention", "full_attention"])
-    with pytest.raises(KVPolicyError, match="sliding-window attention .* and the KV connector NixlConnector.*: leave"):
-        engine_config(windows, H2O, **connected())
+def test_a_server_that_only_prefills_is_vllms_own(tiny, tmp_path, monkeypatch):
+    """Whatever the policy and the model are: it evicts nothing, and one line says so."""
+    alibi, said = with_config(tmp_path, **JAMBA), []
+    monkeypatch.setattr(activation.logger, "info", lambda *args: said.append(args[0] % args[1:]))
+    for model, policy in ((tiny, H2O), (tiny, "sink-window"), (alibi, {**H2O, "evict": "host", "host": "1MiB"})):
+        config = engine_config(model, policy, **connected(role="kv_producer"))
+        assert config.scheduler_config.scheduler_cls is None
+        assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
+    assert [f"KV policy {name}: {connectors.PREFILLS}" for name in ("h2o", "sink-window", "h2o")] == said
 
 
 def test_an_instruction_that_the_model_does_not_know_is_refused_at_start(tiny):

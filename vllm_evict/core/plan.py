@@ -200,6 +200,7 @@ class EvictionPlan:
         rows: request -> its rows that workers score in the step.
         poison: freed physical blocks to fill with NaN (tests only).
         clean: reallocated physical blocks to fill with zeros (tests only).
+        unread: requests of which other processes may still read blocks; the step waits until they have.
     """
 
     groups: list[GroupPlan]
@@ -208,10 +209,12 @@ class EvictionPlan:
     rows: dict[str, Rows] = field(default_factory=dict)
     poison: list[int] = field(default_factory=list)
     clean: list[int] = field(default_factory=list)
+    unread: set[str] = field(default_factory=set)
     _notes: dict[Any, Any] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return EvictionPlan, (self.groups, self.orders, self.rewound, self.rows, self.poison, self.clean)
+        told = (self.groups, self.orders, self.rewound, self.rows, self.poison, self.clean, self.unread)
+        return EvictionPlan, told
 
     def of(self, kind: Callable[[], N]) -> N:
         """Return a mechanism's notes on the step: the object of this class, which is made when first asked for."""

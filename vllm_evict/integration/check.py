@@ -108,11 +108,13 @@ def accepted(flags: Sequence[str]) -> list[str]:
     vllm_config = _tried(_configured, arguments)
     # Imported here: the modules need a vLLM whose platform is known.
     from .engine.spec import policy_config
-    from .start import advice, describe
+    from .start import advice, connectors, describe
     from .start.capabilities.refuse import check_layers
     from .start.capabilities.server import Layers, named_backend
 
     config = policy_config(vllm_config)
+    if connectors.prefills_alone(vllm_config):
+        return [f"KV policy {config.name}: {connectors.PREFILLS}"]
     named, _ = named_backend(vllm_config)
     backend = _tried(advice.taken, vllm_config, named)
     check_layers(vllm_config, config, Layers(backend=backend, whose=", which vLLM takes"))

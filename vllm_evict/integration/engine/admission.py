@@ -14,6 +14,7 @@ from ...config import REQUEST_SIZES, KVPolicyConfig, KVPolicyError, given
 from ...core.actions import back_to_budget
 from ...core.blocks import RequestBlocks, RequestState
 from ...core.plan import Scoring
+from ..start.connectors import hands_on
 from .hits import Hits
 from .view import EngineView
 
@@ -57,10 +58,15 @@ class Admission:
             self.bounds |= not part.keeps_all
 
     def _granted(self, request: Request, asked: dict[str, Any]) -> KVPolicyConfig:
-        """Return the policy of a request with these arguments and this prompt so far."""
+        """Return the policy of a request with these arguments and this prompt so far.
+
+        A request whose blocks go to another engine loses none.
+        """
         scheduler, block_size = self._scheduler, self._managers[0].block_size
         try:
             config = scheduler.kv_policy.for_request(asked, request.num_prompt_tokens, block_size)
+            if scheduler.connector is not None and hands_on(request.kv_transfer_params):
+                config = KVPolicyConfig(name="full")
             longest = self._hits.longest_table(request)
             room = self._hits.room_for(longest) // len(self._managers)
             scheduler.kv_policy.check_room(config, longest, scheduler.max_model_len, block_size, room)

@@ -4,6 +4,7 @@ Blocks that a connector loads are whole and pure, like blocks of a prefix hit. B
 and stay as they are until they are stored.
 """
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from ...config import KVPolicyConfig
 from ...core.actions import Applied
 from ...core.blocks import RequestBlocks
 from ...core.mechanisms import Mechanism
+from ..start.connectors import each_connector, parts
 from .view import EngineView
 
 if TYPE_CHECKING:
@@ -18,15 +20,16 @@ if TYPE_CHECKING:
 
 
 class Follower(Mechanism):
-    """Tells a connector what requests lose. This one tells nothing: its connector stores nothing.
+    """Tells a connector what requests lose.
 
     Args:
-        scheduler: an `EvictionMixin`, whose connector it is.
+        scheduler: an `EvictionMixin`.
+        connector: the scheduler's side of vLLM's, or of one in a MultiConnector.
     """
 
-    def __init__(self, scheduler: EngineView) -> None:
+    def __init__(self, scheduler: EngineView, connector: Any) -> None:
         super().__init__(scheduler)
-        self._scheduler = scheduler
+        self._scheduler, self._connector = scheduler, connector
 
     @classmethod
     def serves(cls, config: KVPolicyConfig) -> bool:
@@ -80,9 +83,9 @@ class OffloadingFollower(Follower):
       workers wait until it is stored. It fences those of full attention when a request ends.
     """
 
-    def __init__(self, scheduler: EngineView) -> None:
-        super().__init__(scheduler)
-        self._stores = scheduler.connector.scheduler
+    def __init__(self, scheduler: EngineView, connector: Any) -> None:
+        super().__init__(scheduler, connector)
+        self._stores = connector.scheduler
         #: Request -> the tokens to store that its client asked for.
         self._asked: dict[str, int | None] = {}
         #: Blocks that workers write by the next plan.
@@ -145,7 +148,7 @@ class SimpleFollower(Follower):
     """
 
     def lost(self, req_id: str, group: int, blocks: Mapping[int, int], pure_tokens: int) -> None:
-        stores = self._scheduler.connector.scheduler_manager
+        stores = self._connector.scheduler_manager
         if stores is not None and (state := stores._reqs_to_store.get(req_id)) is not None:
             table = state.block_ids[group]
             for index in blocks:
@@ -153,9 +156,43 @@ class SimpleFollower(Follower):
                     table[index] = 0
 
 
-def follow(scheduler: EngineView) -> Follower:
-    """Make what follows the connector of a scheduler; where it has none, what does nothing."""
+class LMCacheFollower(Follower):
+    """Follows vLLM's `LMCacheMPConnector`, by which another process copies what a request computed, after each step.
+
+    - A request that lost a block stores nothing more: what follows is impure, and some of what comes before is gone.
+    - What it stored may still be copied. A step before which a request loses blocks waits for its copies, on workers.
+    """
+
+    def lost(self, req_id: str, group: int, blocks: Mapping[int, int], pure_tokens: int) -> None:
+        if self._stop(req_id):
+            self._scheduler.next_plan.unread.add(req_id)
+
+    def stay_pure(self, req_id: str, pure_tokens: int) -> None:
+        self._stop(req_id)
+
+    def _stop(self, req_id: str) -> bool:
+        """Have a request store nothing more, and return whether it stored until now."""
+        if (tracker := self._connector.request_trackers.get(req_id)) is None:
+            return False
+        # Its unit depends on the release: vLLM's own counts blocks, that of LMCache tokens.
+        counted = "num_stored_tokens" if hasattr(tracker, "num_stored_tokens") else "num_stored_blocks"
+        stored = getattr(tracker, counted)
+        setattr(tracker, counted, sys.maxsize)
+        return bool(stored < sys.maxsize)
+
+
+#: vLLM's connectors that store blocks -> what follows them. Others store nothing, or what is whole.
+FOLLOWERS: dict[str, type[Follower]] = {
+    "OffloadingConnector": OffloadingFollower,
+    "SimpleCPUOffloadConnector": SimpleFollower,
+    "LMCacheMPConnector": LMCacheFollower,
+}
+
+
+def follow(scheduler: EngineView) -> list[Follower]:
+    """Make what follows each connector of a scheduler that stores blocks."""
     if scheduler.connector is None:
-        return Follower(scheduler)
-    followers = {"OffloadingConnector": OffloadingFollower, "SimpleCPUOffloadConnector": SimpleFollower}
-    return followers.get(scheduler.vllm_config.kv_transfer_config.kv_connector, Follower)(scheduler)
+        return []
+    settings = parts(scheduler.vllm_config.kv_transfer_config)
+    named = zip((each.kv_connector for each in settings), each_connector(scheduler.connector), strict=True)
+    return [FOLLOWERS[name](scheduler, connector) for name, connector in named if name in FOLLOWERS]

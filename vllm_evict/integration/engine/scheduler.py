@@ -67,13 +67,14 @@ class EvictionMixin(Base):
         self.hits = Hits(self)
         self.admission = Admission(self, self.hits)
         self.reports, self.usages = StepReports(self), Usages(self)
-        self.follower = follow(self)
+        self.followers = follow(self)
         #: Whether the prefix cache is being reset.
         self.resets = False
         #: Requests of the step that is done that read blocks which did not come.
         self._failed_loads: set[str] = set()
         self.mechanisms = Mechanisms(self)
-        self.mechanisms.add(self.follower, last=False)
+        for follower in self.followers:
+            self.mechanisms.add(follower, last=False)
         if not self.mechanisms.having("limit_tokens"):  # vLLM asks for each request of each step
             self._reserve_prefill_lookahead = super()._reserve_prefill_lookahead  # type: ignore[method-assign]
         logger.info(start_up_line(self))
@@ -222,7 +223,8 @@ class EvictionMixin(Base):
         self._free = free
 
     def _build_kv_connector_meta(self, connector: Any, scheduler_output: SchedulerOutput) -> Any:
-        self.follower.before_metadata(self._plan.poison)
+        for follower in self.followers:
+            follower.before_metadata(self._plan.poison)
         return super()._build_kv_connector_meta(connector, scheduler_output)
 
     def _handle_invalid_blocks(self, *args: Any, **kwargs: Any) -> set[str]:

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BeforeValidator
 
 from ...config import REQUEST_FIELDS, REQUEST_SIZES, KVPolicyConfig, KVPolicyError
-from ..start.connectors import hands_on
+from ..start.connectors import hands_on, prefills_alone
 from ..start.late import once
 from .metrics import PrometheusMetrics
 from .usage import show_messages_usage, show_usage, take_more, watch
@@ -47,15 +47,13 @@ def _check_request(vllm_config: Any, extra_args: Any, prompt_len: int, max_token
         if not set(extra_args).isdisjoint(REQUEST_FIELDS):
             _warn_without_policy()
         return None
-    if vllm_config.kv_transfer_config is not None and hands_on(extra_args):
-        raise VLLMValidationError(
-            "kv_transfer_params: do_remote_decode asks for all blocks of the prompt, and this server evicts some; send "
-            "prefills to a server without --kv-policy",
-            parameter="kv_transfer_params",
-        )
     cache, most = vllm_config.cache_config, vllm_config.model_config.max_model_len
     try:
         granted = config.for_request(extra_args, prompt_len, cache.block_size)
+        if prefills_alone(vllm_config):
+            return config
+        if vllm_config.kv_transfer_config is not None and hands_on(extra_args.get("kv_transfer_params")):
+            granted = KVPolicyConfig(name="full")
         # Blocks are counted for requests that keep everything alone: split heads have to be laid out for that.
         if cache.num_gpu_blocks and granted.limits(cache.block_size, prompt_len) is None:
             # Drafts may go beyond max_tokens, and a drafter with layers beyond drafts.

@@ -5,18 +5,21 @@ from typing import Any
 from vllm.logger import init_logger
 
 from ...config import KVPolicyConfig, KVPolicyError
-from . import attending, backends, versions
+from . import attending, backends, connectors, versions
 from .capabilities import refuse
 
 logger = init_logger("vllm.evict")
 
 
 def activate(vllm_config: Any, config: KVPolicyConfig) -> None:
-    """Give an engine configuration the scheduler and worker that evict.
+    """Give an engine configuration the scheduler and worker that evict; a server that only prefills keeps vLLM's.
 
     Raises:
         KVPolicyError: the plugin cannot serve this vLLM, model or setting.
     """
+    if connectors.prefills_alone(vllm_config):
+        logger.info("KV policy %s: %s", config.name, connectors.PREFILLS)
+        return
     from vllm import __version__
 
     versions.check(__version__)

@@ -7,6 +7,7 @@ from typing import Any
 import vllm.envs as envs
 
 from ...config import KVPolicyError
+from .connectors import prefills_alone
 from .late import once
 
 #: What vLLM says that its Model Runner V1 lacks -> what to do instead; for other features: leave one of the two out.
@@ -53,7 +54,7 @@ def on_v1_alone(vllm_config: Any) -> list[str]:
 def _served_on_v1_alone(vllm_config: Any) -> list[str]:
     """Features of a server that its KV policy serves on Model Runner V1 alone; without a policy there are none."""
     additional = vllm_config.additional_config
-    if not isinstance(additional, dict) or additional.get("kv_policy") is None:
+    if not isinstance(additional, dict) or additional.get("kv_policy") is None or prefills_alone(vllm_config):
         return []
     used = {
         "speculative decoding": _drafts(vllm_config.speculative_config),

@@ -23,6 +23,7 @@ from .ranks import Ranks
 from .reorder import guard_reload, reordering
 from .scored import Scorer, scratch
 from .staging import longer
+from .unread import wait_until_read
 
 logger = init_logger("vllm.evict")
 
@@ -141,6 +142,8 @@ class EvictionWorkerMixin(Base):
         if (plan.orders or plan.poison) and has_kv_transfer_group():
             # A connector may still read the blocks that the plan writes. vLLM waits for that too, but after this.
             get_kv_transfer_group().handle_preemptions(scheduler_output.kv_connector_metadata)
+        if plan.unread:
+            wait_until_read(get_kv_transfer_group(), plan.unread)
         self.kv_evict.rearrange(self._ranks.over_tensors)
         if plan.poison:
             runners.fill_blocks(self.model_runner, plan.poison, float("nan"))

@@ -28,8 +28,6 @@ from .server import FP8_CAPABILITY, NGRAM
 
 #: Methods of speculative decoding that are served.
 METHODS = (*drafters.WITHOUT_LAYERS, *drafters.WITH_LAYERS)
-#: KV connectors that are served.
-CONNECTORS = (*ARRIVING, *OFFLOADING)
 #: The least compute capability that the plugin's kernels were compiled for: older GPUs have too little shared memory.
 LEAST_CAPABILITY = (8, 0)
 
@@ -289,29 +287,15 @@ PARALLEL_DRAFTER = Environment(
 
 # --- connectors ------------------------------------------------------------------------------------------------------
 
-PRODUCER = Environment(
-    'kv_role "kv_producer"',
-    lambda server: server.connector is not None and server.transfer.kv_role == "kv_producer",
-    {ANY: "which would evict blocks of a prompt before the other engine has them"},
-    'leave --kv-policy out on the server that prefills, and set it where prompts arrive ("kv_consumer")',
-)
 OTHER_CONNECTOR = Environment(
-    "the KV connector {connector}{of_yours}",
-    lambda server: server.connector is not None and (server.of_yours or server.connector not in CONNECTORS),
+    "the KV connector {other_connector}",
+    lambda server: server.other_connector,
     {ANY: "which may store blocks that were computed over holes"},
-    f"use {', '.join(ARRIVING[:4])} as kv_consumer, or {' or '.join(OFFLOADING)}",
-)
-SENDER = Environment(
-    "the KV connector {connector} and kv_role {transfer.kv_role!r}",
-    lambda server: server.connector in ARRIVING and server.transfer.kv_role != "kv_consumer",
-    {ANY: "because an engine that evicts has no whole prompts to send"},
-    'set "kv_role": "kv_consumer" here, and prefill on a server without --kv-policy',
+    f"use {', '.join(ARRIVING[:4])}, {', '.join(OFFLOADING[:-1])} or {OFFLOADING[-1]}, or MultiConnector of these",
 )
 BOTH_WAYS = Environment(
     "the KV connector {connector} and bidirectional_kv_xfer",
-    lambda server: (
-        server.connector in ARRIVING and server.transfer.get_from_extra_config("bidirectional_kv_xfer", False)
-    ),
+    lambda server: any(each.get_from_extra_config("bidirectional_kv_xfer", False) for each in server.connectors),
     {ANY: "which reads blocks of requests that have ended here"},
     "leave bidirectional_kv_xfer out",
 )
@@ -319,9 +303,6 @@ CONNECTOR = Environment(
     "the KV connector {connector}",
     lambda server: server.transfer,
     {
-        MLA: "",
-        STATES: UNTRIED,
-        WINDOWS: UNTRIED,
         SPECULATION: "",
         SPLIT: "which other engines and the host don't know",
         KVZIP: "because kvzip reads prompts again",
@@ -330,6 +311,18 @@ CONNECTOR = Environment(
         SELECT: "",
     },
     "leave --kv-transfer-config and --kv-offloading-size out",
+)
+STORING = Environment(
+    "the KV connector {storing}",
+    lambda server: server.storing,
+    {MLA: UNTRIED, STATES: UNTRIED},
+    "leave --kv-transfer-config and --kv-offloading-size out",
+)
+STORING_ONE_KIND = Environment(
+    "the KV connector {storing}",
+    lambda server: server.storing not in ("", "SimpleCPUOffloadConnector"),
+    {WINDOWS: UNTRIED},
+    "use SimpleCPUOffloadConnector",
 )
 ASYNC_CONNECTOR = Environment(
     "the KV connector {connector} under async scheduling",

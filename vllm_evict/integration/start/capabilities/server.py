@@ -7,7 +7,7 @@ from vllm.platforms import current_platform
 
 from ....compute.attention.ops import CPU_FP8_NAMES, FP8_NAMES, LATENT, OPS, WHOLE_LAYERS
 from ....config import KVPolicyConfig
-from .. import advice, attending, drafters, fallback, windows
+from .. import advice, attending, connectors, drafters, fallback, windows
 from ..machine import memory_bytes
 
 #: Attention backends that work behind a view, except those of MLA (`LATENT`).
@@ -257,10 +257,26 @@ class Server:
     def connector(self) -> str | None:
         return None if self.transfer is None else self.transfer.kv_connector
 
+    @cached_property
+    def connectors(self) -> list[Any]:
+        """Settings of each KV connector, those in a MultiConnector one by one."""
+        return [] if self.connector is None else list(connectors.parts(self.transfer))
+
     @property
-    def of_yours(self) -> str:
-        """Says that a connector is the user's own; "" if it is vLLM's."""
-        return " of your own" * bool(self.transfer.kv_connector_module_path)
+    def storing(self) -> str:
+        """A connector that stores blocks of the prefix cache, the plainest one last; "" if there is none."""
+        names = {each.kv_connector for each in self.connectors}
+        return next((name for name in connectors.OFFLOADING if name in names), "")
+
+    @property
+    def other_connector(self) -> str:
+        """A connector that is not served, and whether it is the user's own; "" if there is none."""
+        for each in self.connectors:
+            if each.kv_connector_module_path:
+                return f"{each.kv_connector} of your own"
+            if each.kv_connector not in connectors.SERVED:
+                return str(each.kv_connector)
+        return ""
 
 
 def named_backend(vllm_config: Any) -> tuple[str | None, str]:

@@ -1,0 +1,98 @@
+"""Blocks that LMCache's server keeps: no block computed over holes, and none that was rewritten before it was copied."""
+
+import cache_server
+import pytest
+from cache_server import BLOCK, PER_CHUNK, CacheServer
+from engine import Engine, exactly, random_prompt
+from test_offloading import ANSWER, H2O, assert_clean, mixed, on
+from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
+
+SERVED = {"kv_transfer_config": {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both"}}
+CHUNK = PER_CHUNK * BLOCK
+
+
+@pytest.fixture(scope="module")
+def stock(tiny):
+    """vLLM without the plugin's policies: what blocks have to hold."""
+    made = Engine(tiny, max_num_batched_tokens=1024)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def cached(engine, monkeypatch, poisoned):
+    """Factory of engines whose prompts the server keeps; freed blocks are full of NaN."""
+    cache_server.install(monkeypatch)
+    CacheServer.clear()
+    yield lambda policy=H2O, **kwargs: engine(policy, **{"max_num_batched_tokens": 128, **SERVED, **kwargs})
+    ensure_kv_transfer_shutdown()
+
+
+def settle(server):
+    """Step until all is copied."""
+    while server.scheduler.has_requests():
+        server.drain()
+
+
+@pytest.mark.parametrize("granularity", ["block", "token"])
+def test_what_is_kept_is_what_stock_vllm_computes(cached, stock, granularity):
+    """Requests lose blocks, in a pool that is tight, while the server copies late."""
+    policy = {**H2O, "granularity": granularity, "allow": ["full", "keydiff"]}
+    server, evicted = cached(policy, blocks=72, max_model_len=1024, max_num_seqs=6), 0
+    CacheServer.delay = 6
+    for seed in (1, 2):
+        for prompt, asked in mixed(seed):
+            if asked["extra_args"]["kv_policy"] == "sink-window":
+                del asked["extra_args"]
+            server.add(prompt, **asked)
+        evicted += sum(output.kv_usage.evicted_blocks for output in server.run().values())
+    settle(server)
+    server.assert_nothing_left()
+    assert evicted > 100 and server.metrics()["vllm:external_prefix_cache_hits"] > 0 and len(CacheServer.chunks) > 10
+    assert not CacheServer.queue
+    ensure_kv_transfer_shutdown()  # the process has one connector for all engines
+    assert_clean(CacheServer.chunks, stock)
+
+
+def test_a_step_waits_for_copies_of_what_its_requests_lose(cached, stock, monkeypatch):
+    """The server copies nothing before someone waits; the blocks that the first request lost are then another's."""
+    server = cached(blocks=40, max_model_len=704, max_num_batched_tokens=512)
+    CacheServer.delay = 10**6
+    waited = []
+
+    def wait(seconds):
+        waited.append(seconds)
+        CacheServer.queue[0]._left = 0
+
+    monkeypatch.setattr("vllm_evict.integration.worker.unread.time.sleep", wait)
+    prompt = random_prompt(500, 1)
+    server.add(prompt, max_tokens=ANSWER)
+    for _ in range(40):
+        server.drain()
+    assert waited and not CacheServer.queue
+    kept = {tokens: content for tokens, content in CacheServer.chunks.items() if tokens == tuple(prompt[: len(tokens)])}
+    assert kept
+    CacheServer.delay = 1
+    server.run()
+    settle(server)
+    server.assert_nothing_left()
+    ensure_kv_transfer_shutdown()
+    assert_clean(CacheServer.chunks, stock)
+
+
+def test_hits_are_what_was_computed(cached):
+    """Of a prompt that requests have under `full`, and then under a policy: no more than the pure chunks of these, and
+    the same answers as after the first, to the bit."""
+    prompt, others = random_prompt(500, 1), [random_prompt(300, seed) for seed in range(2, 5)]
+    server, answers = cached(), []
+    for policy, kept in (("full", 500 // CHUNK * CHUNK), ("h2o", 384)):
+        CacheServer.clear()
+        assert server.llm.reset_prefix_cache()
+        server.generate([prompt, *others], max_tokens=60, **on(policy))
+        settle(server)
+        assert server.llm.reset_prefix_cache()
+        (output,) = server.generate([prompt], max_tokens=30, logprobs=1, **on("full"))
+        assert 0 < output.num_cached_tokens <= kept
+        answers += exactly([output])
+        settle(server)
+    assert answers[0][0] == answers[1][0]

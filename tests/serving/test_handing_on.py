@@ -1,0 +1,132 @@
+"""Both sides of P/D on one server: prompts whose blocks go on are whole, and those that arrive are decoded with holes."""
+
+import pytest
+import torch
+from connector import Shelf, ShelfConnector
+from engine import exactly, random_prompt
+from latent import make_latent, reference_mla
+from oracle.hybrids import make_tiny_hybrid
+from oracle.tiny import make_tiny_llama
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
+from vllm.exceptions import VLLMValidationError
+
+pytestmark = pytest.mark.minutes
+
+BOTH = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+POLICY = {"name": "sink-window", "budget": 192, "buffer": 32, "sink": 32, "allow": ["full", "h2o"]}
+HANDS_ON = {"kv_transfer_params": {"do_remote_decode": True}}
+#: Class of models -> a tiny one, and the last tokens of a prompt that the engine computes that decodes it.
+MODELS = {
+    "full attention": (make_tiny_llama, 0),
+    "sliding windows": (lambda folder: make_tiny_llama(folder, layers=4, windows=[48, 0, 48, 0]), 0),
+    "latents": (lambda folder: make_latent(folder, "DeepseekV3ForCausalLM"), 0),
+    "states": (lambda folder: make_tiny_hybrid(folder, "falcon_h1"), 1),
+}
+PROMPTS = [random_prompt(length, length) for length in (449, 641, 545)]
+
+
+@pytest.fixture(params=MODELS)
+def kind(request):
+    with reference_mla():
+        yield request.param
+
+
+@pytest.fixture
+def engines(engine, kind, tmp_path, monkeypatch, poisoned):
+    """Factory of engines to and from which prompts go; with None, of stock vLLM. Freed blocks are full of NaN."""
+    monkeypatch.setitem(KVConnectorFactory._registry, "NixlConnector", lambda: ShelfConnector)
+    Shelf.clear()
+    make, _ = MODELS[kind]
+    folder = tmp_path / "model"
+    make(folder)
+    options = dict(model=folder, max_num_batched_tokens=2048)
+    options["enable_prefix_caching"] = kind not in ("states", "latents")
+
+    def made(policy, **kwargs):
+        ensure_kv_transfer_shutdown()  # the process has one connector for all engines
+        return engine(policy, **options, **kwargs)
+
+    yield made
+    ensure_kv_transfer_shutdown()
+    Shelf.clear()
+
+
+def handed_on(server, prompts, others=()):
+    """What other engines get of prompts; requests `others` run meanwhile, and lose blocks."""
+    Shelf.prompts = {}
+    for prompt in others:
+        server.add(prompt, max_tokens=40)
+    while others and not all(len(each.output_token_ids) > 2 for each in server.scheduler.requests.values()):
+        server.llm.llm_engine.step()
+    for prompt in prompts:
+        server.add(prompt, max_tokens=1, extra_args=HANDS_ON)
+    outputs = server.run()
+    while server.scheduler.has_requests():  # requests that ended, and are still read
+        server.drain()
+    assert {*map(tuple, prompts)} == Shelf.prompts.keys()
+    return outputs
+
+
+def test_a_server_that_only_prefills_is_stock_vllm(engines, kind):
+    """To the byte: its answers, and the prompts that go on. What requests ask of a policy is checked, and kept."""
+    left, asked = MODELS[kind][1], {"max_tokens": 1, "logprobs": 1}
+    sent = [prompt[: len(prompt) - left] for prompt in PROMPTS]
+    found = []
+    for policy in (None, POLICY):
+        server = engines(policy, kv_transfer_config={**BOTH, "kv_role": "kv_producer"})
+        assert not hasattr(server.scheduler, "kv_policy") and not hasattr(server.worker, "kv_evict")
+        fields = {"kv_policy": "h2o", "kv_budget": 128} if policy else {}
+        outputs = server.generate(sent, **asked, extra_args={**HANDS_ON, **fields})
+        while server.scheduler.has_requests():
+            server.drain()
+        assert server.free_blocks == server.all_blocks
+        found.append((exactly(outputs), Shelf.prompts))
+        Shelf.prompts = {}
+    with pytest.raises(VLLMValidationError, match="kv_policy 'tova' is not enabled here"):
+        server.generate(sent, **asked, extra_args={"kv_policy": "tova"})
+    (stock, there), (own, here) = found
+    assert own == stock and there.keys() == here.keys() == {*map(tuple, sent)}
+    for prompt, contents in here.items():
+        assert all(map(torch.equal, contents, there[prompt]))
+
+
+def test_a_prompt_that_goes_on_is_whole_and_one_that_came_is_decoded_with_holes(engines, kind):
+    left = MODELS[kind][1]
+    sent = [prompt[: len(prompt) - left] for prompt in PROMPTS]
+    stock = engines(None, kv_transfer_config=BOTH)
+    handed_on(stock, sent)
+    expected = Shelf.prompts
+    alone = engines(POLICY)
+    answers, traces = alone.traced([(prompt, {"max_tokens": 48, "logprobs": 1}) for prompt in PROMPTS])
+    assert all(sum(map(len, trace.evicted)) > 4 for trace in traces)
+
+    both = engines(POLICY, kv_transfer_config=BOTH)
+    assert both.worker.kv_evict
+    handed_on(both, sent)
+    for prompt, contents in Shelf.prompts.items():
+        for content, want in zip(contents, expected[prompt], strict=True):
+            assert torch.equal(content, want), "the prompt that goes on differs from stock vLLM's"
+    both.assert_nothing_left()
+    if both.scheduler.kv_cache_manager.enable_caching:
+        assert both.llm.reset_prefix_cache()
+    others = [random_prompt(400, 7), random_prompt(300, 8)]
+    outputs = handed_on(both, sent, others)
+    assert sum(output.kv_usage.evicted_blocks for output in outputs.values()) > 8
+    for prompt, contents in Shelf.prompts.items():
+        for content, want in zip(contents, expected[prompt], strict=True):
+            numbers = (each.contiguous().view(torch.float32) for each in (content, want))  # states come as bytes
+            torch.testing.assert_close(*numbers, atol=1e-4, rtol=1e-4)
+    both.assert_nothing_left()
+    if both.scheduler.kv_cache_manager.enable_caching:
+        assert both.llm.reset_prefix_cache()
+
+    came, starts = both.traced([(prompt, {"max_tokens": 48, "logprobs": 1}) for prompt in PROMPTS])
+    for output, answer, start, trace, prompt in zip(came, answers, starts, traces, PROMPTS, strict=True):
+        assert start.start == len(prompt) - 1, "part of the prompt was computed here"
+        assert list(output.outputs[0].token_ids) == list(answer.outputs[0].token_ids)
+        assert start.evicted == trace.evicted
+    asked = {"max_tokens": 48, "extra_args": {"kv_policy": "h2o"}}
+    for output in both.generate(PROMPTS, **asked):
+        assert output.kv_usage.evicted_blocks > 4
+    both.assert_nothing_left()
