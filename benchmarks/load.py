@@ -115,22 +115,26 @@ def has_found(tokenizer: Any, sample: Any, token_ids: list[int]) -> bool:
 # ---- one case
 
 
+def engine_for(options: argparse.Namespace, policy: Any, **more: Any) -> Any:
+    """The engine of all cases."""
+    settings = {
+        "dtype": options.dtype,
+        "max_model_len": options.context + QUESTION + options.output,
+        "block_size": options.block_size,
+        "num_gpu_blocks_override": options.pool_blocks,
+        "kv_cache_memory_bytes": options.pool_blocks * options.block_size * KV_NUMBERS * DTYPES[options.dtype],
+        "max_num_seqs": options.at_once,
+        "max_num_batched_tokens": CHUNK,
+        "enable_prefix_caching": False,
+    }
+    return make_llm(MODEL, policy, **settings | more)
+
+
 def load_child(spec: dict) -> dict:
     """One case of one round, in a process of its own."""
     options, seed = argparse.Namespace(**spec["options"]), spec["round"]
     tokenizer, batch = needles(options, seed)
-    llm = make_llm(
-        MODEL,
-        spec["policy"],
-        dtype=options.dtype,
-        max_model_len=options.context + QUESTION + options.output,
-        block_size=options.block_size,
-        num_gpu_blocks_override=options.pool_blocks,
-        kv_cache_memory_bytes=options.pool_blocks * options.block_size * KV_NUMBERS * DTYPES[options.dtype],
-        max_num_seqs=options.at_once,
-        max_num_batched_tokens=CHUNK,
-        enable_prefix_caching=False,
-    )
+    llm = engine_for(options, spec["policy"])
     run_batch(llm, [ids[::-1] for _, ids in batch[:2]], 8)
     outputs: dict[int, list[int]] = {}
     run = run_load(llm, [ids for _, ids in batch], arrivals(options, seed), options.output, options.clock, outputs)
@@ -139,8 +143,9 @@ def load_child(spec: dict) -> dict:
 
 
 def run_load(
-    llm: Any, prompts: list[list[int]], times: list[float], output_tokens: int, clock: str, outputs: dict
-) -> Run:
+    llm: Any, prompts: list[list[int]], times: list[float], output_tokens: int, clock: str, outputs: dict,
+    on_end: Callable[[], Any] = lambda: None,
+) -> Run:  # fmt: skip
     """Step the engine, and add each request at its arrival.
 
     Args:
@@ -150,6 +155,7 @@ def run_load(
         output_tokens: of each request.
         clock: "steps" or "seconds" (of CPU).
         outputs: gets the tokens of each request.
+        on_end: called after the last token; its time does not count.
     """
     scheduler, engine = scheduler_of(llm), llm.llm_engine
     pool = scheduler.kv_cache_manager.block_pool
@@ -193,6 +199,7 @@ def run_load(
             run.evicted_blocks += usage.evicted_blocks if usage else 0
     run.seconds, run.cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
     scheduler.schedule = schedule
+    on_end()
     assert pool.get_num_free_blocks() == usable, "blocks were lost"
     run.preemptions = preemptions(llm) - preempted
     # vLLM never computes the last token of a request.

@@ -13,6 +13,7 @@ from vllm.triton_utils import HAS_TRITON
 from vllm_evict.compute import sums
 from vllm_evict.compute.attention import latent as latent_ops
 from vllm_evict.config import KVPolicyError
+from vllm_evict.integration.engine.audits import Audits
 
 BLOCK = 16
 SIZES = {"budget": 96, "sink": 16, "recent": 16, "buffer": 16}
@@ -62,6 +63,25 @@ def expected(model, prompt, output, trace, size=BLOCK):
     mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
     logits = model(torch.tensor([ids]), attention_mask=mask, use_cache=False).logits[0, len(prompt) - 1 :]
     return torch.log_softmax(logits.double(), -1)[range(len(tokens)), tokens].numpy()
+
+
+@torch.no_grad()
+def test_audits_of_latents_measure_the_attention_that_transformers_pay(engine, truths, monkeypatch):
+    """The share that the answer's queries pay to blocks that were gone at its end."""
+    found, (folder, model) = [], truths()
+    monkeypatch.setattr(Audits, "judge", lambda self, answer, verdict, computed, missed: found.append(missed))
+    server = engine({**H2O, "audit": 1.0}, model=folder)
+    ((prompt, output, trace),) = server.answered([(random_prompt(150), {"max_tokens": 12})])
+    while server.scheduler.has_requests():
+        server.llm.llm_engine.step()
+    ids, gone = [*prompt, *output.outputs[0].token_ids][:-1], torch.tensor(sorted(sum(trace.evicted, [])))
+    model.set_attn_implementation("eager")
+    attentions = model(torch.tensor([ids]), output_attentions=True, use_cache=False).attentions
+    paid = torch.cat(attentions)[:, :, len(prompt) - 1 :].double()
+    lost = torch.isin(torch.arange(len(ids)) // BLOCK, gone)
+    np.testing.assert_allclose(found, [float(paid[..., lost].sum() / paid.sum())], atol=1e-5)
+    assert 0 < found[0] < 1
+    server.assert_nothing_left()
 
 
 @pytest.mark.oracle("latents")
