@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -191,7 +192,8 @@ def fake(monkeypatch):
 
     Fake.ran, Fake.started = [], []
     monkeypatch.setattr(tune, "Engine", Fake)
-    monkeypatch.setattr(tune, "block_size_of", lambda *_: 32)
+    sizes = SimpleNamespace(block_size=32, max_num_batched_tokens=2048)
+    monkeypatch.setattr(tune, "engine_config", lambda *_: SimpleNamespace(cache_config=sizes, scheduler_config=sizes))
     return Fake
 
 
