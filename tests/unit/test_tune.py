@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -191,7 +192,8 @@ def fake(monkeypatch):
 
     Fake.ran, Fake.started = [], []
     monkeypatch.setattr(tune, "Engine", Fake)
-    monkeypatch.setattr(tune, "block_size_of", lambda *_: 32)
+    sizes = SimpleNamespace(block_size=32, max_num_batched_tokens=2048)
+    monkeypatch.setattr(tune, "engine_config", lambda *_: SimpleNamespace(cache_config=sizes, scheduler_config=sizes))
     return Fake
 
 
@@ -307,7 +309,10 @@ def test_files_are_written_and_need_no_other(asked, fake, monkeypatch, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main()
     said = capsys.readouterr().out
-    assert stopped.value.code == 0 and "200 of 200 answers are identical (0.98 to 1.00)" in said
+    assert (
+        stopped.value.code == 0
+        and "200 of 200 answers of the confirming half are identical (0.98 to 1.00), so 0.95 is confirmed" in said
+    )
     page = (asked.parent / "out" / "tune.html").read_text()
     assert "data:image/png;base64," in page and 'src="http' not in page and "&quot;budget&quot;: 0.4" in page
     read = json.loads((asked.parent / "out" / "tune.json").read_text())

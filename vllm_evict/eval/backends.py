@@ -337,10 +337,21 @@ def check_model(model: str) -> None:
 
 def block_size_of(model: str, engine_args: dict[str, Any]) -> int:
     """Return the tokens of a KV block in an engine whose user names none."""
+    return int(engine_config(model, engine_args).cache_config.block_size)
+
+
+def engine_config(model: str, engine_args: dict[str, Any]) -> Any:
+    """Return the configuration that vLLM makes of arguments for a server.
+
+    Raises:
+        EvalError: vLLM, or the plugin, refuses them.
+    """
     import vllm
+    from vllm.usage.usage_lib import UsageContext
 
     try:
-        return int(vllm.EngineArgs(model=model, **engine_args).create_engine_config().cache_config.block_size)
+        arguments = vllm.EngineArgs(model=model, **engine_args)
+        return arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
     except (OSError, RuntimeError, TypeError, ValueError) as error:
         raise EvalError(f"vLLM does not start on {model}: {one_line(error)}") from None
 

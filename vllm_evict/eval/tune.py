@@ -20,7 +20,7 @@ from tqdm import tqdm
 from ..config import KVPolicyConfig
 from . import EvalError
 from .audited import MEASURES, Audit, Engine, Server, auditing
-from .backends import block_size_of, check_model, model_length
+from .backends import check_model, engine_config, model_length
 from .policies import Contender, contenders, servers
 from .prompts import Prompts
 from .questions import Question, halves, load
@@ -383,15 +383,23 @@ def _offline(plan: Plan, questions: list[Question]) -> Tuner:
                 "leave the row out, or give fewer --max-tokens, or a larger max_model_len in --engine-args"
             )
     policies = wanted(plan, plan.budgets if plan.budget_bytes is None else [longest])
-    block_size = block_size_of(plan.model, plan.engine_args)
+    config = engine_config(plan.model, plan.engine_args)
+    block_size = config.cache_config.block_size
+    # What a policy sees of a prompt depends on its chunks, which are to be those of a server.
+    chunks = {"max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens}
     # Requests of one server have other budgets than its own, as far as that goes.
     largest = [FULL, *(tried[-1] for tried in policies.values())]
     start = functools.partial(
-        Engine, plan.model, prompts=prompts, batch=plan.batch, block_size=block_size, engine_args=plan.engine_args
+        Engine,
+        plan.model,
+        prompts=prompts,
+        batch=plan.batch,
+        block_size=block_size,
+        engine_args=chunks | plan.engine_args,
     )
     starts = []
     for server, served in servers(largest, longest, block_size):
         server = auditing(server)
-        block_size_of(plan.model, plan.engine_args | {"kv_policy": server.to_dict()})  # refused before any of them runs
+        engine_config(plan.model, plan.engine_args | {"kv_policy": server.to_dict()})  # refused before any of them runs
         starts.append((functools.partial(start, server), {each.label for each in served}))
     return Tuner(plan, plan.model, questions, policies, sorted(starts, key=lambda each: "full" not in each[1]))

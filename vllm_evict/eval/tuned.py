@@ -62,7 +62,7 @@ def flag(result: Result, outcome: Outcome) -> str:
 
 def verdict(result: Result) -> Iterator[str]:
     """Yield what to do, in sentences, and the flag."""
-    best, measure, target = result.best, result.plan.measure, f"{result.target:g}"
+    best, target = result.best, f"{result.target:g}"
     if best is None:
         yield (
             f"No budget that was tried takes blocks and meets {target}: take larger ones, other policies or a lower "
@@ -70,11 +70,11 @@ def verdict(result: Result) -> Iterator[str]:
         )
         return
     row = best.row
-    said = f"{best.contender}, {row['memory']:.0%} of the cache: {_counted(result, row)}"
+    said = f"{best.contender} ({row['memory']:.0%} of the cache): {_counted(result, row)}"
     if result.plan.budget_bytes is not None:
         yield f"The best with {result.plan.budget_bytes:,} bytes a request is {said}. Serve it with"
     elif best.confirmed:
-        yield f"{said}, which confirms {target} {measure}. Serve it with"
+        yield f"{said}, so {target} is confirmed. Serve it with"
     else:
         yield f"{said}: {words(result, best)}. To serve it all the same,"
     yield f"  {flag(result, best)}"
@@ -103,10 +103,10 @@ def _counted(result: Result, row: Row) -> str:
     if not counted.n:
         return "no request loses blocks"
     low, high = counted.interval
-    said = f"{sum(counted.scores):.0f} of {counted.n} answers are {result.plan.measure}"
+    said = f"{sum(counted.scores):.0f} of {counted.n} answers of the confirming half are {result.plan.measure}"
     if result.plan.measure == "tokens":
-        said = f"{counted.share:.1%} of the tokens of {counted.n} answers agree"
-    return f"{said} ({low:.2f} to {high:.2f}) of the half that confirms"
+        said = f"{counted.share:.1%} of the tokens of {counted.n} answers of the confirming half agree"
+    return f"{said} ({low:.2f} to {high:.2f})"
 
 
 def cells(result: Result) -> list[dict[str, str]]:
