@@ -67,6 +67,14 @@ def test_tables_of_other_benchmarks_are_those_of_their_files(to_json, name, modu
     assert getattr(importlib.import_module(module), table)(report) in (ROOT / "docs/results.md").read_text()
 
 
+def test_the_table_of_what_audits_cost_is_that_of_its_file(to_json):
+    import audit
+
+    report = json.loads((ROOT / "benchmarks/results/performance/audit.json").read_text())
+    page = (ROOT / "docs/safe.md").read_text()
+    assert audit.table_of_costs(report) in page and report["conditions"]["command"] in page
+
+
 def test_the_table_of_decisions_on_a_model_s_keys_is_that_of_its_file(to_json):
     import decide
 
