@@ -18,6 +18,8 @@ from .tune import CONFIRM, CONTROL, SEARCH, Outcome, Result
 
 #: Share of the answers that the flag has audited.
 AUDIT = 0.01
+#: Columns of words.
+LEFT = ("policy", "half", "")
 NOTES = (
     "Full attention scored each answer again (an audit). Answers of requests that lost no block count in the control "
     "alone, which is full attention on all prompts: what rounding and batches change.",
@@ -138,7 +140,7 @@ def table(result: Result) -> Table:
     shown = cells(result)
     made = Table(title=f"Audited answers, {result.model}", title_justify="left", header_style="bold", pad_edge=False)
     for name in shown[0]:
-        made.add_column(name, justify="left" if name in ("policy", "half", "") else "right", no_wrap=name != "")
+        made.add_column(name, justify="left" if name in LEFT else "right", no_wrap=name != "")
     last = None
     for row in shown:
         if last is not None and row["policy"] != last:
@@ -229,13 +231,14 @@ def page(result: Result, lines: list[str], picture: Path) -> str:
         text = html.escape(line.strip())
         body.append(f"<pre><code>{text}</code></pre>" if line.startswith(" ") else f"<p><b>{text}</b></p>")
     body.append(figure("Answers against memory", picture))
-    body.append(f"<table><thead><tr>{_row('th', list(shown[0]))}</tr></thead><tbody>")
-    body += [f"<tr>{_row('td', list(row.values()))}</tr>" for row in shown]
+    body.append(f"<table><thead><tr>{_row('th', {name: name for name in shown[0]})}</tr></thead><tbody>")
+    body += [f"<tr>{_row('td', row)}</tr>" for row in shown]
     body.append("</tbody></table>")
     conditions = {name: about[name] for name in ("engine", "versions", "hardware")}
     body += [f'<p class="small">{html.escape(note)}</p>' for note in (*NOTES, json.dumps(conditions, default=str))]
     return document(title, body)
 
 
-def _row(tag: str, values: list[str]) -> str:
-    return "".join(f"<{tag}>{html.escape(value)}</{tag}>" for value in values)
+def _row(tag: str, values: dict[str, str]) -> str:
+    cells = ((" class=left" if name in LEFT else "", html.escape(value)) for name, value in values.items())
+    return "".join(f"<{tag}{side}>{value}</{tag}>" for side, value in cells)
