@@ -196,6 +196,9 @@ NIXL = '{"kv_connector": "NixlConnector", "kv_role": "kv_consumer"}'
 ON = {  # device, model, further flags -> what the first line has
     ("h200", "llama", ()): "model runner V2, async scheduling; attention backend FLASH_ATTN",
     ("h200", "mla", ()): "attention backend FLASH_ATTN_MLA",
+    ("h200", "mla", ("--kv-transfer-config", NIXL.replace("consumer", "producer"))): (
+        "this server prefills for others (kv_producer): it evicts nothing and runs as stock vLLM"
+    ),
     ("h200", "hybrid", ()): "model runner V2, async scheduling; attention backend FLASH_ATTN",
     ("h200", "gemma4", ()): "attention backend FLASH_ATTN",
     ("h200", "gemma4-512", ()): "heads of 512 dimensions",

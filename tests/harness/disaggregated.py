@@ -17,7 +17,7 @@ class Remote:
         model: directory.
         role: `kv_role` of vLLM's ExampleConnector.
         storage: directory of the blocks that go from engine to engine.
-        policy: None for stock vLLM.
+        policy: None for stock vLLM, which an engine that only prefills is with a policy too.
     """
 
     def __init__(self, model, role, storage, policy=None):
@@ -82,7 +82,7 @@ def main(model, role, storage, policy):
     for line in sys.stdin:
         asked = json.loads(line)
         found = answers_of(server, asked["prompts"], max_tokens=asked["max_tokens"])
-        if policy is not None:
+        if policy is not None and role != "kv_producer":
             server.assert_nothing_left()
         server.drain()
         assert server.free_blocks == server.all_blocks and not server.scheduler.requests

@@ -56,7 +56,7 @@ def alone(policy, batches):
 def test_the_engine_that_decodes_answers_as_one_engine_and_outlives_the_other(tmp_path, needles, name):
     policy, rng, texts = POLICIES[name], random.Random(0), [prompt for prompt, _ in needles]
     first, second = loads(rng, 24), loads(rng, 24)
-    prefill = Remote(NEEDLE, "kv_producer", tmp_path)
+    prefill = Remote(NEEDLE, "kv_producer", tmp_path, policy)
     decode = Remote(NEEDLE, "kv_consumer", tmp_path, policy)
     expected = alone(policy, in_turn([*texts, *first, *second]))
     found = []
@@ -74,7 +74,7 @@ def test_the_engine_that_decodes_answers_as_one_engine_and_outlives_the_other(tm
         strangers = loads(random.Random(1), TOGETHER)
         for *_, evicted, start in decode.ask(strangers, TOKENS):
             assert start <= 192 and sum(map(len, evicted)) > 0
-        prefill = Remote(NEEDLE, "kv_producer", tmp_path)
+        prefill = Remote(NEEDLE, "kv_producer", tmp_path, policy)
         serve(second)
         decode.begin(second, 200)
         decode.kill()

@@ -91,6 +91,7 @@ def test_a_server_that_only_prefills_is_stock_vllm(engines, kind):
         assert all(map(torch.equal, contents, there[prompt]))
 
 
+@pytest.mark.both_runners("full attention")
 def test_a_prompt_that_goes_on_is_whole_and_one_that_came_is_decoded_with_holes(engines, kind):
     left = MODELS[kind][1]
     sent = [prompt[: len(prompt) - left] for prompt in PROMPTS]

@@ -80,7 +80,7 @@ class Pair:
 
     def __init__(self, policy, storage):
         self._storage, self.counts = Path(storage), Counter()
-        self.prefill = Watched(lambda: Remote(MODEL, "kv_producer", storage))
+        self.prefill = Watched(lambda: Remote(MODEL, "kv_producer", storage, policy))
         self.decode = Watched(lambda: Remote(MODEL, "kv_consumer", storage, policy))
         self._alone = Engine(MODEL, policy, **SERVES)
 
