@@ -85,11 +85,13 @@ def assert_full_is_stock(engine, model, config, rounded=False, **options):
     assert drafts[0] == drafts[1] and any(drafts[0])
 
 
+@pytest.mark.both_runners("eagle", nightly=("small", "eagle3", "mtp"))
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_full_serves_as_stock_does(engine, folders, drafter):
     assert_full_is_stock(engine, *folders[drafter])
 
 
+@pytest.mark.both_runners("eagle-h2o", "mtp-sink-window", nightly=("eagle3-snapkv", "small-snapkv"))
 @pytest.mark.oracle("full attention")
 @pytest.mark.nightly(push=("eagle-h2o", "eagle3-snapkv", "mtp-sink-window", "small-snapkv"))
 @pytest.mark.parametrize(
@@ -105,6 +107,7 @@ def test_evictions_and_logprobs_match_the_dense_oracle(engine, folders, dense, m
     assert serve(engine, model, POLICIES[name], check, monkeypatch, config, LayeredDrafter).runs > 100
 
 
+@pytest.mark.both_runners(nightly=("eagle-h2o",))
 @pytest.mark.parametrize(("drafter", "name"), [("small", "snapkv"), ("eagle", "h2o")])
 def test_heads_keep_the_tokens_of_the_dense_oracle(engine, folders, dense, monkeypatch, drafter, name):
     model, config = folders[drafter]
@@ -115,10 +118,12 @@ def test_heads_keep_the_tokens_of_the_dense_oracle(engine, folders, dense, monke
     assert serve(engine, model, BY_TOKEN[name], check, monkeypatch, config, LayeredDrafter).runs > 100
 
 
-@pytest.mark.parametrize("policy", [*POLICIES.values(), {**BY_TOKEN["h2o"], "sets": "all"}], ids=str)
-def test_a_drafter_like_the_model_sees_what_the_model_sees(engine, folders, poisoned, policy):
+@pytest.mark.both_runners("h2o", nightly=("sink-window", "h2o-tokens"))
+@pytest.mark.parametrize("name", [*POLICIES, "h2o-tokens"])
+def test_a_drafter_like_the_model_sees_what_the_model_sees(engine, folders, poisoned, name):
     """Its drafts are right, except those that are verified over holes which were decided after them."""
     model, config = folders["same"]
+    policy = POLICIES.get(name, {**BY_TOKEN["h2o"], "sets": "all"})
     server = engine(policy, model=model, max_num_batched_tokens=96, speculative_config=config)
     requests = [(prompt_of(length, length), {"max_tokens": 120}) for length in (250, 90, 400)]
     _, traces = server.traced(requests)

@@ -36,7 +36,7 @@ from ..start.capabilities import of_layers, refuse
 from ..start.capabilities.features import UNREAD, reads_keys
 from ..start.capabilities.server import Layers
 from ..start.versions import import_moved
-from .backend import PLACE, resident_backend, working_impl
+from .backend import PLACE, drafting_backend, resident_backend, working_impl
 from .latents import latent_types, name_as_others, working_latent
 from .positions import rotations
 from .split import part_of, split_impl
@@ -96,7 +96,8 @@ def install(
             raise KVPolicyError(f"{name} is a {type(layer).__name__} layer: KV policies need plain attention layers")
     drafting = drafters.mark(vllm_config, model, every)
     layers = _evictable(vllm_config)
-    sharing = {name: layer.kv_sharing_target_layer_name for name, layer in layers.items() if _shares(layer)}
+    with_drafter = layers | drafting
+    sharing = {name: each.kv_sharing_target_layer_name for name, each in with_drafter.items() if _shares(each)}
     windows = len(layers) + len(states) + len(drafting) < len(every)
     refuse.check_layers(vllm_config, config, Layers(bool(layers), windows, bool(states), bool(sharing)))
     drafters.check_states(vllm_config, {name: every[name] for name in states})
@@ -119,7 +120,7 @@ def install(
         return _split(vllm_config, config, layers, placed, ops, attended)
     in_graphs = _scratch(vllm_config, config, layers, ops, block_size)
     turns = {} if config.context is None else rotations(vllm_config, model, layers)
-    readers = [(layers[name], target) for name, target in sharing.items()]
+    readers = [(with_drafter[name], target) for name, target in sharing.items()]
     groups = [
         _whole(
             vllm_config,
@@ -214,10 +215,12 @@ def _whole(
     ((head_class, part),) = config.classes.items()
     drafting = [layer for layer in named.values() if hasattr(layer, drafters.DRAFTS)]
     layers = [layer for layer in named.values() if layer not in drafting]
-    # A layer that reads another's cache has its place: the mass of both adds up.
+    # A layer that reads another's cache has its place: the mass of both adds up. A drafter's is not measured.
     at = {name: layers.index(layer) for name, layer in named.items() if layer in layers}
-    places = [*enumerate(layers), *((at[name], layer) for layer, name in readers if name in at)]
-    backends = dict.fromkeys(layer.attn_backend for layer in (*drafting, *(layer for _, layer in places)))
+    reading = [(at[name], layer) for layer, name in readers if name in at]
+    drafters_own = [*drafting, *(layer for _, layer in reading if hasattr(layer, drafters.DRAFTS))]
+    places = [*enumerate(layers), *(each for each in reading if each[1] not in drafters_own)]
+    backends = dict.fromkeys(layer.attn_backend for layer in (*drafters_own, *(layer for _, layer in places)))
     latent = isinstance(layers[0], latent_types())
 
     def caches(of: Sequence[Attention]) -> Iterator[tuple[Attention, Any]]:
@@ -228,8 +231,8 @@ def _whole(
     store = LayerStore(ops, partial(caches, layers), turns, partial(caches, drafting))
     group = _group(vllm_config, part, store, [layer.num_kv_heads for layer in layers], in_graphs, block_size)
     resident = {backend: resident_backend(backend, group, ops, head_class) for backend in backends}
-    for layer in drafting:
-        layer.attn_backend = resident[layer.attn_backend]
+    for layer in drafters_own:
+        layer.attn_backend = drafting_backend(resident[layer.attn_backend])
     # An MLA layer attends itself, by two methods of its `AttentionImpl`.
     attending = list(layers) if latent else [layer.impl for _, layer in places]
     make = partial(working_latent, block_size=block_size) if latent else working_impl

@@ -196,16 +196,15 @@ SHARED = Environment(
     lambda server: server.shares,
     {SPLIT: "which a layer without a cache can't read", **dict.fromkeys((KVZIP, CONTEXT, HOST, SELECT), UNTRIED)},
 )
-LATENT_STATES = Environment(
-    "latents (MLA) beside linear attention", lambda server: server.model.use_mla and server.states, {}
-)
 
 # --- drafts ----------------------------------------------------------------------------------------------------------
 
 V2 = Environment("Model Runner V2", lambda server: server.vllm_config.use_v2_model_runner, {}, "{use_v1}")
 CACHED_STATES = Environment(
-    "prefix caching of states",
-    lambda server: server.model.is_hybrid and server.cache.enable_prefix_caching,
+    "prefix caching of states on Model Runner V1",
+    lambda server: (
+        server.model.is_hybrid and server.cache.enable_prefix_caching and not server.vllm_config.use_v2_model_runner
+    ),
     {},
     "set --no-enable-prefix-caching",
 )
@@ -215,13 +214,17 @@ METHOD = Environment(
     {ANY: ""},
     f'set "method" in --speculative-config to one of {", ".join(METHODS)}, or leave --speculative-config out',
 )
+OTHER_RUNNER = Environment(
+    "speculative decoding by {drafts.method!r} on Model Runner {runner}",
+    lambda server: server.drafts and not server.drafts_here,
+    {ANY: UNTRIED},
+    "{other_way_to_draft}",
+)
 SPECULATION = Environment(
     "speculative decoding",
     lambda server: server.drafts,
     {
-        V2: "",
         CACHED_STATES: f"{UNTRIED}, since vLLM copies these states by kernels for GPUs",
-        LATENT_STATES: UNTRIED,
         CONTEXT: "",
         KVZIP: "which has no drafts for the requests that repeat prompts",
         MEAN: "where the queries of drafts do not count",
@@ -252,25 +255,18 @@ DRAFT_MODEL_BESIDE = Environment(
     {ANY: "which vLLM 0.32.0 gives lengths or blocks that are not its own"},
     "{other_drafter}",
 )
-EAGLE_BESIDE_LATENTS = Environment(
-    "speculative decoding by {drafts.method!r} beside {beside}",
-    lambda server: server.drafts and server.drafts.method in ("eagle", "eagle3") and server.model.use_mla,
-    {ANY: UNTRIED},
-    "{other_drafter}",
-)
 DRAFTER = Environment(
     "speculative decoding by {drafts.method!r}",
     lambda server: server.drafter,
     {SPLIT: "which the drafter's layers do not have"},
     NGRAM,
 )
-ASYNC_DRAFTER = Environment(
+ASYNC_DRAFTS = Environment(
     "speculative decoding by {drafts.method!r} under async scheduling",
-    lambda server: server.drafter and server.scheduler.async_scheduling,
+    lambda server: server.drafts and server.scheduler.async_scheduling,
     {
         TOKENS: "where the host does not know how many drafts of the step before were accepted, on which depends which "
         "tokens it compacts",
-        MLA: UNTRIED,
     },
     f"set --no-async-scheduling, or {NGRAM}",
 )
@@ -282,7 +278,7 @@ DRAFTER_BESIDE = Environment(
 )
 PARALLEL_DRAFTER = Environment(
     "speculative decoding by {drafts.method!r} in parallel",
-    lambda server: server.drafter and server.drafts.parallel_drafting,
+    lambda server: server.drafter and server.drafts.parallel_drafting and server.drafts.method not in drafters.ON_V2,
     {ANY: UNTRIED},
     f'leave "parallel_drafting" out of --speculative-config, or {NGRAM}',
 )
