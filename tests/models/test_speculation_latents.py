@@ -3,7 +3,8 @@
 import pytest
 import torch
 from drafting import NGRAM, SERVED, VOCAB, Drafter, LayeredDrafter, prompt_of, serve, speculative
-from latent import DenseLatent, add_mtp, keep_what_is_asked, make_eagle3, make_latent, reference_mla
+from interpreter import in_place_of
+from latent import DenseLatent, add_mtp, keep_what_is_asked, make_eagle3, make_latent, reference_mla, stand_in
 from parity import assert_like_oracle
 from safetensors.torch import load_file
 from test_drafters import assert_full_is_stock
@@ -94,11 +95,17 @@ def test_evictions_and_logprobs_match_transformers(engine, folders, drafters, de
     assert drafter == "ngram" or served.runs > 100
 
 
-@pytest.mark.nightly(push=("mtp-sink-window", "eagle3-h2o"))
-@pytest.mark.parametrize("name", ["sink-window", "h2o"])
+@pytest.mark.oracle("latents")
 @pytest.mark.parametrize("drafter", ["mtp", "eagle3"])
-def test_holes_come_a_step_late_under_async_scheduling(async_engine, folders, drafters, dense, poisoned, drafter, name):
-    check_late_holes(async_engine, folders(DEEPSEEK), drafters[drafter][0], name, dense, block=BLOCK, **OPTIONS)
+def test_holes_come_a_step_late_on_a_backend_of_a_device(
+    async_engine, folders, drafters, dense, poisoned, monkeypatch, drafter
+):
+    """FLASH_ATTN_MLA decodes rows with drafts, by lengths on the device. CPU_MLA takes them for chunks of prompts."""
+    stand_in(monkeypatch, "FLASH_ATTN_MLA")
+    with in_place_of("CPU_MLA", "latent.Shown"):
+        check_late_holes(
+            async_engine, folders(DEEPSEEK), drafters[drafter][0], "sink-window", dense, block=BLOCK, **OPTIONS
+        )
 
 
 @pytest.mark.parametrize("drafter", [NGRAM, speculative("mtp")], ids=["ngram", "mtp"])
