@@ -1,11 +1,13 @@
 """Which commands of vLLM's recipe book a KV policy serves, by device: asks the plugin's own configuration.
 
     python benchmarks/recipes.py BOOK [--devices h200 b200] [--policies sink-window h2o adakv] [--rows FILE.csv]
+                                      [--speculation]
 
 BOOK is a checkout of https://github.com/vllm-project/recipes. For each language model it recommends one command on a
 device: the default variant on one node, with the features that are not opt-in. The book lacks the configurations of
 these models. So one model stands for each class of recipes.json, in sizes of published models, and gets the flags of
-the commands, without those of front ends, images and experts. Nothing is loaded and no device is needed, as for
+the commands, without those of front ends, images and experts; so do drafters, of recipes.json too. With
+--speculation only recipes with a drafter count, and it is on. Nothing is loaded and no device is needed, as for
 `vllm-evict check`.
 """
 
@@ -15,6 +17,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -24,6 +27,10 @@ from typing import Any, NamedTuple
 import yaml
 
 CLASSES = json.loads(Path(__file__).with_suffix(".json").read_text())
+#: Feature of recipes that drafts.
+DRAFTS = "spec_decoding"
+#: Method -> configuration of a drafter that is a model of its own.
+DRAFTERS = {method: each["config"] for each in CLASSES for method in each.get("drafts", ())}
 #: Flags of front ends, files, images and experts, which the models of `CLASSES` lack.
 LEFT_OUT = {
     *("--enable-auto-tool-choice", "--tool-call-parser", "--tool-call-parser-plugin", "--tool-parser-plugin"),
@@ -62,18 +69,22 @@ class Command(NamedTuple):
     flags: tuple[str, ...]
 
 
-def commands(book: Path, device: str) -> Iterator[Command]:
-    """Yield what the book recommends on a device."""
+def commands(book: Path, device: str, speculates: bool = False) -> Iterator[Command]:
+    """Yield what the book recommends on a device; with `speculates` for models that have drafters, with these on."""
     profile = yaml.safe_load((book / "taxonomy.yaml").read_text())["hardware_profiles"][device]
     for file in sorted(book.glob("models/*/*.yaml")):
         name = f"{file.parent.name}/{file.stem}"
-        of = next((each for each in CLASSES if any(fnmatchcase(name, known) for known in each["recipes"])), None)
         recipe = yaml.safe_load(file.read_text())
+        if speculates and DRAFTS not in (recipe.get("features") or {}):
+            continue
+        of = next((each for each in CLASSES if any(fnmatchcase(name, known) for known in each["recipes"])), None)
         if of is not None and recipe["meta"].get("hardware", {}).get(device) != "unsupported":
-            yield Command(name, of, tuple(_kept(recommended(recipe, device, profile))))
+            yield Command(name, of, tuple(_kept(recommended(recipe, device, profile, speculates))))
 
 
-def recommended(recipe: dict[str, Any], device: str, profile: dict[str, Any]) -> list[str]:
+def recommended(
+    recipe: dict[str, Any], device: str, profile: dict[str, Any], speculates: bool = False
+) -> list[str]:
     """Return the flags of a recipe's recommended command, the last of two equal ones in force.
 
     As in the book's src/lib/command-synthesis.js: flags of the model, of the device from general to exact, of features.
@@ -88,7 +99,7 @@ def recommended(recipe: dict[str, Any], device: str, profile: dict[str, Any]) ->
     degree = str(_degree(recipe, variant, profile, keys))
     flags += ["--data-parallel-size" if strategy.endswith("dep") else "--tensor-parallel-size", degree]
     for name, feature in (recipe.get("features") or {}).items():
-        if name not in (recipe.get("opt_in_features") or ()):
+        if name not in (recipe.get("opt_in_features") or ()) or (speculates and name == DRAFTS):
             modes = feature.get("modes") or {}
             mode = modes.get(feature.get("default_mode"), next(iter(modes.values()), {}))
             flags += [*feature.get("args", ()), *mode.get("args", ())]
@@ -128,18 +139,49 @@ def ask(device: str, servers: list[list[str]]) -> list[str]:
     return list(map(json.loads, done.stdout.splitlines()))
 
 
-def answers(book: Path, device: str, policies: Sequence[str], folder: Path) -> list[tuple[Command, list[str]]]:
+def with_drafter(command: Command, folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return the model's configuration and the flags of a command, with a drafter of `DRAFTERS` in place of its own.
+
+    A model that drafts by layers of its own (MTP) has a configuration with these layers.
+    """
+    config, flags = command.of["config"], list(command.flags)
+    dotted = [flag for flag in flags if flag.startswith("--speculative-config.")]
+    given = {flag.split(".", 1)[1]: flags[flags.index(flag) + 1] for flag in dotted}
+    if "--speculative-config" in flags:
+        given = json.loads(flags[flags.index("--speculative-config") + 1])
+    if not given:
+        return config, flags
+    method = given.get("method", "mtp")  # Gemma 4's assistants have none
+    drafter = {**DRAFTERS, **command.of.get("drafters", {})}.get(method)
+    if drafter is None:
+        given.pop("model", None)
+        config = command.of.get("mtp", config)
+    else:
+        given["model"] = _written(drafter, folder)
+    at = flags.index("--speculative-config") if "--speculative-config" in flags else None
+    flags = [each for each in flags if each not in dotted] if at is None else flags[:at] + flags[at + 2 :]
+    return config, [*flags, "--speculative-config", json.dumps(given)]
+
+
+def _written(config: dict[str, Any], folder: Path) -> str:
+    """Write a model's configuration, and return its directory."""
+    path = folder / f"{zlib.crc32(json.dumps(config).encode()):08x}"
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+def answers(
+    book: Path, device: str, policies: Sequence[str], folder: Path, speculates: bool = False
+) -> list[tuple[Command, list[str]]]:
     """Return for each command on a device what is said of it under each policy. Models are written to `folder`."""
-    given, servers = list(commands(book, device)), {}
-    for number, of in enumerate(CLASSES):
-        if "config" in of:
-            (folder / str(number)).mkdir(exist_ok=True)
-            (folder / str(number) / "config.json").write_text(json.dumps(of["config"]))
+    given, servers = list(commands(book, device, speculates)), {}
     for command in given:
         if "config" in command.of:
-            model = str(folder / str(CLASSES.index(command.of)))
+            config, flags = with_drafter(command, folder)
             for policy in policies:
-                servers[command.of["class"], command.flags, policy] = [model, *command.flags, "--kv-policy", policy]
+                server = [_written(config, folder), *flags, "--kv-policy", policy]
+                servers[command.of["class"], command.flags, policy] = server
     said = dict(zip(servers, ask(device, list(servers.values())), strict=True))
 
     def of(command: Command, policy: str) -> str:
@@ -153,12 +195,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("book", type=Path)
     parser.add_argument("--devices", nargs="+", default=["h200", "b200"])
     parser.add_argument("--policies", nargs="+", default=["sink-window", "h2o", "adakv"])
+    parser.add_argument("--speculation", action="store_true", help="recipes with drafters alone, with these on")
     parser.add_argument("--rows", type=Path, help="a CSV file with a row for each command")
     args = parser.parse_args(argv)
     found: dict[str, list[tuple[Command, list[str]]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for device in args.devices:
-            found[device] = answers(args.book, device, args.policies, Path(folder))
+            found[device] = answers(args.book, device, args.policies, Path(folder), args.speculation)
     print(f"| commands served | {' | '.join(args.devices)} |\n|---{'|---:' * len(args.devices)}|")
     for index, policy in enumerate(args.policies):
         counts = [f"{sum(said[index] == 'served' for _, said in rows)} of {len(rows)}" for rows in found.values()]
