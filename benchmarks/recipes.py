@@ -82,9 +82,7 @@ def commands(book: Path, device: str, speculates: bool = False) -> Iterator[Comm
             yield Command(name, of, tuple(_kept(recommended(recipe, device, profile, speculates))))
 
 
-def recommended(
-    recipe: dict[str, Any], device: str, profile: dict[str, Any], speculates: bool = False
-) -> list[str]:
+def recommended(recipe: dict[str, Any], device: str, profile: dict[str, Any], speculates: bool = False) -> list[str]:
     """Return the flags of a recipe's recommended command, the last of two equal ones in force.
 
     As in the book's src/lib/command-synthesis.js: flags of the model, of the device from general to exact, of features.
@@ -144,22 +142,27 @@ def with_drafter(command: Command, folder: Path) -> tuple[dict[str, Any], list[s
 
     A model that drafts by layers of its own (MTP) has a configuration with these layers.
     """
-    config, flags = command.of["config"], list(command.flags)
-    dotted = [flag for flag in flags if flag.startswith("--speculative-config.")]
-    given = {flag.split(".", 1)[1]: flags[flags.index(flag) + 1] for flag in dotted}
-    if "--speculative-config" in flags:
-        given = json.loads(flags[flags.index("--speculative-config") + 1])
+    config, flags, given = command.of["config"], [], {}
+    for flag, value in zip(command.flags, (*command.flags[1:], "")):
+        if flag == "--speculative-config":
+            given |= json.loads(value)
+        elif flag.startswith("--speculative-config."):
+            given[flag.partition(".")[2]] = int(value) if value.isdigit() else value
     if not given:
-        return config, flags
-    method = given.get("method", "mtp")  # Gemma 4's assistants have none
+        return config, list(command.flags)
+    left = iter(command.flags)
+    for flag in left:
+        if flag.startswith("--speculative-config"):
+            next(left)
+        else:
+            flags.append(flag)
+    method = given.get("method", "")  # Gemma 4's assistants need none
     drafter = {**DRAFTERS, **command.of.get("drafters", {})}.get(method)
     if drafter is None:
         given.pop("model", None)
         config = command.of.get("mtp", config)
     else:
         given["model"] = _written(drafter, folder)
-    at = flags.index("--speculative-config") if "--speculative-config" in flags else None
-    flags = [each for each in flags if each not in dotted] if at is None else flags[:at] + flags[at + 2 :]
     return config, [*flags, "--speculative-config", json.dumps(given)]
 
 

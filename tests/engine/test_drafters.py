@@ -8,13 +8,14 @@ from drafting import (
     SERVED,
     VOCAB,
     LayeredDrafter,
+    make_dflash,
     make_eagle,
     make_mimo,
     prompt_of,
     serve,
     speculative,
 )
-from engine import after
+from engine import V2, after
 from oracle.model import DenseLlama
 from oracle.tiny import make_tiny_llama
 from parity import assert_like_oracle, assert_tokens_like_oracle
@@ -47,6 +48,7 @@ def folders(tmp_path_factory):
         "eagle": (model, speculative("eagle", make_eagle(root / "eagle", model, "eagle"))),
         "eagle3": (model, speculative("eagle3", make_eagle(root / "eagle3", model, "eagle3"))),
         "mtp": (make_mimo(root / "mimo", wide), speculative("mtp")),
+        "dflash": (model, speculative("dflash", make_dflash(root / "dflash", model))),
     }
 
 
@@ -89,6 +91,25 @@ def assert_full_is_stock(engine, model, config, rounded=False, **options):
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_full_serves_as_stock_does(engine, folders, drafter):
     assert_full_is_stock(engine, *folders[drafter])
+
+
+@pytest.mark.skipif(not V2, reason="served on Model Runner V2 alone")
+@pytest.mark.both_runners
+def test_full_serves_dflash_as_stock_does(engine, folders):
+    assert_full_is_stock(engine, *folders["dflash"])
+
+
+@pytest.mark.oracle("full attention")
+@pytest.mark.skipif(not V2, reason="served on Model Runner V2 alone")
+@pytest.mark.both_runners
+def test_dflash_matches_the_dense_oracle(engine, folders, dense, monkeypatch):
+    """It drafts all tokens in one pass, whose queries see each other."""
+    model, config = folders["dflash"]
+
+    def check(prompt, output, trace):
+        assert assert_like_oracle(dense[model], prompt, output, trace, POLICIES["h2o"], tie=2e-6) >= 2
+
+    assert serve(engine, model, POLICIES["h2o"], check, monkeypatch, config, LayeredDrafter).runs > 50
 
 
 @pytest.mark.both_runners("eagle-h2o", "mtp-sink-window", nightly=("eagle3-snapkv", "small-snapkv"))

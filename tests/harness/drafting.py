@@ -66,6 +66,21 @@ def make_eagle(path, model, method):
     return path
 
 
+def make_dflash(path, model):
+    """A DFlash head of the tiny Llama `model`: one layer that drafts all tokens of a step at once, without a causal mask."""
+    normal = _normal(7)
+    weights = _layer(normal, "layers.0.") | {"fc.weight": normal(HIDDEN, 2 * HIDDEN)}
+    weights |= {f"layers.0.self_attn.{name}_norm.weight": torch.ones(HEAD_DIM) for name in "qk"}
+    weights |= {name: torch.ones(HIDDEN) for name in ("hidden_norm.weight", "norm.weight")}
+    path.mkdir(parents=True)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": 1, "model_type": "qwen3"}
+    config |= {"architectures": ["DFlashDraftModel"], "draft_vocab_size": VOCAB, "head_dim": HEAD_DIM}
+    config |= {"dflash_config": {"mask_token_id": 0, "target_layer_ids": [0, 1]}, "block_size": DRAFTS + 1}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
 def make_mimo(path, llama):
     """A tiny MiMo: the weights of `llama`, biases of 0 in its attention, and a layer for multi-token prediction (MTP)."""
     weights, normal, prefix = load_file(llama / "model.safetensors"), _normal(6), "model.mtp_layers.0."
