@@ -135,10 +135,16 @@ SERVERS = {
         {**drafts("ngram"), **HYBRID, **UNCACHED},
         "split tokens kvzip context host path select reach mean audit",
     ),
-    "n-grams beside latents and states": (
-        {**drafts("ngram"), **HYBRID, **MLA, **UNCACHED},
-        "split tokens kvzip context host path select reach mean audit",
+    "n-grams beside latents and states": ({**drafts("ngram"), **HYBRID, **MLA, **UNCACHED}, ALL),
+    "Gemma 4's assistants": (
+        {
+            "speculative_config": SimpleNamespace(
+                **vars(drafts("mtp")["speculative_config"]), use_gemma4_mtp=lambda: True
+            )
+        },
+        ALL,
     ),
+    "DSpark": ({**drafts("dspark", parallel=True), **V2}, ALL),
     "n-grams on a GPU, on V1": (drafts("ngram_gpu"), ALL),
     "n-grams on a GPU, on V2": ({**drafts("ngram_gpu"), **V2}, "kvzip context host path select reach mean audit"),
     "DFlash on V1": (drafts("dflash", parallel=True), ALL),

@@ -150,7 +150,7 @@ def test_drafts_by_token_stand_beside_full_attention_alone():
         refuse.check_config(served, by_token)
 
 
-@pytest.mark.parametrize("method", ["ngram_gpu", "dflash", "dspark"])
+@pytest.mark.parametrize("method", ["ngram_gpu", "dflash"])
 def test_some_methods_are_served_on_model_runner_v2_alone(method):
     served, h2o = plain_config(scheduler_config__async_scheduling=False), KVPolicyConfig.parse(H2O)
     served.speculative_config = drafts = SimpleNamespace(

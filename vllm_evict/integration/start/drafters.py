@@ -1,4 +1,4 @@
-"""Drafters with layers: draft models, EAGLE, MTP, DFlash and DSpark. Their layers stand in KV groups with the model's.
+"""Drafters with layers: draft models, EAGLE, MTP and DFlash. Their layers stand in KV groups with the model's.
 
 So these layers lose the blocks that the model's layers lose. They read through views too, and nothing of them is
 measured. The model verifies drafts, so holes in a drafter's cache change the number of accepted drafts and no token.
@@ -16,7 +16,7 @@ from ...config import KVPolicyError
 #: Methods of speculative decoding whose drafter has no layers.
 WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
 #: Methods that are served on Model Runner V2 alone.
-ON_V2 = ("ngram_gpu", "dflash", "dspark")
+ON_V2 = ("ngram_gpu", "dflash")
 #: Methods whose drafter has layers that the plugin serves.
 WITH_LAYERS = ("draft_model", "eagle", "eagle3", "mtp", *ON_V2[1:])
 #: Backends of states that take rejected drafts back on vLLM's CPU engine: gated delta rule (Qwen3-Next, Qwen3.5).
@@ -84,8 +84,8 @@ def check_groups(drafting: Mapping[str, Any], groups: Sequence[Sequence[str]]) -
         KVPolicyError: naming the layer.
     """
     held = {name for group in groups for name in group}
-    for name, layer in drafting.items():
-        if name not in held and getattr(layer, "kv_sharing_target_layer_name", None) is None:
+    for name in drafting:
+        if name not in held:
             raise KVPolicyError(
                 f"the drafter's layer {name} has a KV group of its own; expected keys and values of the model's sizes, "
                 "so that it stands beside full attention layers of the model; set another model, or "
@@ -115,6 +115,8 @@ def _unlike(layer: Any, model_layer: Any) -> tuple[str, str] | None:
     """Return how a drafter's layer differs from a layer of the model, and what to set instead; None if it does not."""
     if type(layer) not in (Attention, MLAAttention) or type(layer) is not type(model_layer):
         return f"is a {type(layer).__name__} layer", "set another model"
+    if (target := getattr(layer, "kv_sharing_target_layer_name", None)) is not None:
+        return f"reads the cache of {target}", "set another model"
     backend, wanted = layer.attn_backend.get_name(), model_layer.attn_backend.get_name()
     if backend != wanted:
         return f"has the attention backend {backend}", f'set "attention_backend": "{wanted}"'

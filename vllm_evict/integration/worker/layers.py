@@ -96,8 +96,7 @@ def install(
             raise KVPolicyError(f"{name} is a {type(layer).__name__} layer: KV policies need plain attention layers")
     drafting = drafters.mark(vllm_config, model, every)
     layers = _evictable(vllm_config)
-    with_drafter = layers | drafting
-    sharing = {name: each.kv_sharing_target_layer_name for name, each in with_drafter.items() if _shares(each)}
+    sharing = {name: layer.kv_sharing_target_layer_name for name, layer in layers.items() if _shares(layer)}
     windows = len(layers) + len(states) + len(drafting) < len(every)
     refuse.check_layers(vllm_config, config, Layers(bool(layers), windows, bool(states), bool(sharing)))
     drafters.check_states(vllm_config, {name: every[name] for name in states})
@@ -120,7 +119,7 @@ def install(
         return _split(vllm_config, config, layers, placed, ops, attended)
     in_graphs = _scratch(vllm_config, config, layers, ops, block_size)
     turns = {} if config.context is None else rotations(vllm_config, model, layers)
-    readers = [(with_drafter[name], target) for name, target in sharing.items()]
+    readers = [(layers[name], target) for name, target in sharing.items()]
     groups = [
         _whole(
             vllm_config,
@@ -215,12 +214,10 @@ def _whole(
     ((head_class, part),) = config.classes.items()
     drafting = [layer for layer in named.values() if hasattr(layer, drafters.DRAFTS)]
     layers = [layer for layer in named.values() if layer not in drafting]
-    # A layer that reads another's cache has its place: the mass of both adds up. A drafter's is not measured.
+    # A layer that reads another's cache has its place: the mass of both adds up.
     at = {name: layers.index(layer) for name, layer in named.items() if layer in layers}
-    reading = [(at[name], layer) for layer, name in readers if name in at]
-    drafters_own = [*drafting, *(layer for _, layer in reading if hasattr(layer, drafters.DRAFTS))]
-    places = [*enumerate(layers), *(each for each in reading if each[1] not in drafters_own)]
-    backends = dict.fromkeys(layer.attn_backend for layer in (*drafters_own, *(layer for _, layer in places)))
+    places = [*enumerate(layers), *((at[name], layer) for layer, name in readers if name in at)]
+    backends = dict.fromkeys(layer.attn_backend for layer in (*drafting, *(layer for _, layer in places)))
     latent = isinstance(layers[0], latent_types())
 
     def caches(of: Sequence[Attention]) -> Iterator[tuple[Attention, Any]]:
@@ -231,7 +228,7 @@ def _whole(
     store = LayerStore(ops, partial(caches, layers), turns, partial(caches, drafting))
     group = _group(vllm_config, part, store, [layer.num_kv_heads for layer in layers], in_graphs, block_size)
     resident = {backend: resident_backend(backend, group, ops, head_class) for backend in backends}
-    for layer in drafters_own:
+    for layer in drafting:
         layer.attn_backend = drafting_backend(resident[layer.attn_backend])
     # An MLA layer attends itself, by two methods of its `AttentionImpl`.
     attending = list(layers) if latent else [layer.impl for _, layer in places]

@@ -196,15 +196,16 @@ SHARED = Environment(
     lambda server: server.shares,
     {SPLIT: "which a layer without a cache can't read", **dict.fromkeys((KVZIP, CONTEXT, HOST, SELECT), UNTRIED)},
 )
+LATENT_STATES = Environment(
+    "latents (MLA) beside linear attention", lambda server: server.model.use_mla and server.states, {}
+)
 
 # --- drafts ----------------------------------------------------------------------------------------------------------
 
 V2 = Environment("Model Runner V2", lambda server: server.vllm_config.use_v2_model_runner, {}, "{use_v1}")
 CACHED_STATES = Environment(
     "prefix caching of states on Model Runner V1",
-    lambda server: (
-        server.model.is_hybrid and server.cache.enable_prefix_caching and not server.vllm_config.use_v2_model_runner
-    ),
+    lambda server: server.runner == "V1" and server.model.is_hybrid and server.cache.enable_prefix_caching,
     {},
     "set --no-enable-prefix-caching",
 )
@@ -225,6 +226,7 @@ SPECULATION = Environment(
     lambda server: server.drafts,
     {
         CACHED_STATES: f"{UNTRIED}, since vLLM copies these states by kernels for GPUs",
+        LATENT_STATES: UNTRIED,
         CONTEXT: "",
         KVZIP: "which has no drafts for the requests that repeat prompts",
         MEAN: "where the queries of drafts do not count",
@@ -241,11 +243,7 @@ DRAFTS_BESIDE_STATES = Environment(
 )
 MANY_DRAFTS = Environment(
     "{drafts.num_speculative_tokens} draft tokens in blocks of {cache.block_size} tokens",
-    lambda server: (
-        server.drafts
-        and server.cache.block_size is not None
-        and server.drafts.num_speculative_tokens >= server.cache.block_size
-    ),
+    lambda server: server.drafts and 0 < (server.cache.block_size or 0) <= server.drafts.num_speculative_tokens,
     {ANY: ""},
     'set "num_speculative_tokens" in --speculative-config to less than {cache.block_size}',
 )
@@ -275,6 +273,12 @@ DRAFTER_BESIDE = Environment(
     lambda server: server.drafter and server.beside,
     {TOKENS: UNTRIED},
     "{ngram_by_token}",
+)
+SHARING_DRAFTER = Environment(
+    "speculative decoding by an assistant that reads the model's cache",
+    lambda server: server.drafts and getattr(server.drafts, "use_gemma4_mtp", bool)(),
+    {ANY: UNTRIED},
+    NGRAM,
 )
 PARALLEL_DRAFTER = Environment(
     "speculative decoding by {drafts.method!r} in parallel",
