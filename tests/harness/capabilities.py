@@ -49,6 +49,7 @@ SHOWN: dict[Environment | Feature, str] = {
 INSTEAD: dict[Environment | Feature, str] = {
     of.DRAFTER_BESIDE: of.DRAFTER.instead,
     of.DRAFT_MODEL_BESIDE: 'set "method" in --speculative-config to what the message names',
+    of.METHOD: 'set "method" in --speculative-config to one that the message names, or leave --speculative-config out',
     of.OTHER_RUNNER: 'set "method" in --speculative-config, or VLLM_USE_V2_MODEL_RUNNER, to what the message names',
     of.BACKEND: "set --attention-backend to one that the message names",
     of.WHOLE_LAYER_BACKEND: "set --attention-backend to FLASH_ATTN or TRITON_ATTN",

@@ -161,7 +161,15 @@ def test_some_methods_are_served_on_model_runner_v2_alone(method):
         refuse.check_config(served, h2o)
     served.use_v2_model_runner = True
     refuse.check_config(served, h2o)
-    drafts.method, drafts.parallel_drafting, served.use_v2_model_runner = "ngram", False, False
+    drafts.method = "medusa"
+    with pytest.raises(
+        KVPolicyError, match="by 'medusa': set .method.* to one of ngram, ngram_gpu, suffix, .*, dflash, or"
+    ):
+        refuse.check_config(served, h2o)
+    served.use_v2_model_runner = False
+    with pytest.raises(KVPolicyError, match="one of ngram, suffix, draft_model, eagle, eagle3, mtp, or leave"):
+        refuse.check_config(served, h2o)
+    drafts.method, drafts.parallel_drafting = "ngram", False
     refuse.check_config(served, h2o)  # the way out
 
 

@@ -213,7 +213,7 @@ METHOD = Environment(
     "speculative decoding by {drafts.method!r}",
     lambda server: server.drafts and server.drafts.method not in METHODS,
     {ANY: ""},
-    f'set "method" in --speculative-config to one of {", ".join(METHODS)}, or leave --speculative-config out',
+    'set "method" in --speculative-config to one of {methods}, or leave --speculative-config out',
 )
 OTHER_RUNNER = Environment(
     "speculative decoding by {drafts.method!r} on Model Runner {runner}",

@@ -248,6 +248,12 @@ class Server:
         return "V2" if self.vllm_config.use_v2_model_runner else "V1"
 
     @property
+    def methods(self) -> str:
+        """Methods of speculative decoding that are served on the server's model runner."""
+        names = (*drafters.WITHOUT_LAYERS, *drafters.WITH_LAYERS)
+        return ", ".join(name for name in names if self.runner == "V2" or name not in drafters.ON_V2)
+
+    @property
     def drafts_here(self) -> bool:
         """Whether drafts of the method are served on the server's model runner."""
         return fallback.drafts_on_v2() if self.runner == "V2" else self.drafts.method not in drafters.ON_V2
