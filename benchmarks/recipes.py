@@ -1,14 +1,15 @@
 """Which commands of vLLM's recipe book a KV policy serves, by device: asks the plugin's own configuration.
 
     python benchmarks/recipes.py BOOK [--devices h200 b200] [--policies sink-window h2o adakv] [--rows FILE.csv]
-        [--servers single prefill decode simple lmcache]
+        [--servers single prefill decode simple lmcache] [--speculation]
 
 BOOK is a checkout of https://github.com/vllm-project/recipes. For each language model it recommends one command on a
 device: the default variant on one node, with the features that are not opt-in (`single`). Some models may prefill and
 decode on separate servers (`prefill`, `decode`), most may keep blocks of the prefix cache in host memory (`simple`,
 `lmcache`), by the book's own flags. The book lacks the configurations of
 these models. So one model stands for each class of recipes.json, in sizes of published models, and gets the flags of
-the commands, without those of front ends, images and experts. Nothing is loaded and no device is needed, as for
+the commands, without those of front ends, images and experts; so do drafters, of recipes.json too. With
+--speculation only recipes with a drafter count, and it is on. Nothing is loaded and no device is needed, as for
 `vllm-evict check`.
 """
 
@@ -18,6 +19,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -27,6 +29,10 @@ from typing import Any, NamedTuple
 import yaml
 
 CLASSES = json.loads(Path(__file__).with_suffix(".json").read_text())
+#: Feature of recipes that drafts.
+DRAFTS = "spec_decoding"
+#: Method -> configuration of a drafter that is a model of its own.
+DRAFTERS = {method: each["config"] for each in CLASSES for method in each.get("drafts", ())}
 #: Flags of front ends, files, images and experts, which the models of `CLASSES` lack.
 LEFT_OUT = {
     *("--enable-auto-tool-choice", "--tool-call-parser", "--tool-call-parser-plugin", "--tool-parser-plugin"),
@@ -67,14 +73,19 @@ class Command(NamedTuple):
     flags: tuple[str, ...]
 
 
-def commands(book: Path, device: str, server: str = "single") -> Iterator[Command]:
-    """Yield what the book recommends on a device: for each model that may have it, one of `SERVERS`."""
+def commands(book: Path, device: str, server: str = "single", speculates: bool = False) -> Iterator[Command]:
+    """Yield what the book recommends on a device: for each model that may have it, one of `SERVERS`.
+
+    With `speculates`, models that have drafters alone, with these on.
+    """
     taxonomy = yaml.safe_load((book / "taxonomy.yaml").read_text())
     profile = taxonomy["hardware_profiles"][device]
     for file in sorted(book.glob("models/*/*.yaml")):
         name = f"{file.parent.name}/{file.stem}"
-        of = next((each for each in CLASSES if any(fnmatchcase(name, known) for known in each["recipes"])), None)
         recipe = yaml.safe_load(file.read_text())
+        if speculates and DRAFTS not in (recipe.get("features") or {}):
+            continue
+        of = next((each for each in CLASSES if any(fnmatchcase(name, known) for known in each["recipes"])), None)
         if of is None or recipe["meta"].get("hardware", {}).get(device) == "unsupported":
             continue
         strategy, flags = recipe.get("default_strategy", "single_node_tp"), []
@@ -89,11 +100,17 @@ def commands(book: Path, device: str, server: str = "single") -> Iterator[Comman
             if barred or strategy not in offload.get("strategies", (strategy,)):
                 continue
             flags = offload["args"]
-        yield Command(name, of, tuple(_kept(recommended(recipe, device, profile, strategy, server, flags))))
+        yield Command(name, of, tuple(_kept(recommended(recipe, device, profile, strategy, server, flags, speculates))))
 
 
 def recommended(
-    recipe: dict[str, Any], device: str, profile: dict[str, Any], strategy: str, server: str, own: Sequence[str]
+    recipe: dict[str, Any],
+    device: str,
+    profile: dict[str, Any],
+    strategy: str,
+    server: str,
+    own: Sequence[str],
+    speculates: bool = False,
 ) -> list[str]:
     """Return the flags of a recipe's command on one node, the last of two equal ones in force.
 
@@ -114,7 +131,8 @@ def recommended(
     experts = of_strategy.get(server, {}).get("parallelism") == "dep" if side else strategy.endswith("dep")
     flags += ["--data-parallel-size" if experts else "--tensor-parallel-size", str(degree)]
     for name, feature in (recipe.get("features") or {}).items():
-        if name not in (recipe.get("opt_in_features") or ()) and strategy in feature.get("strategies", (strategy,)):
+        wanted = name not in (recipe.get("opt_in_features") or ()) or (speculates and name == DRAFTS)
+        if wanted and strategy in feature.get("strategies", (strategy,)):
             modes = feature.get("modes") or {}
             mode = modes.get(feature.get("default_mode"), next(iter(modes.values()), {}))
             flags += [*feature.get("args", ()), *mode.get("args", ())]
@@ -155,22 +173,56 @@ def ask(device: str, servers: list[list[str]]) -> list[str]:
     return list(map(json.loads, done.stdout.splitlines()))
 
 
+def with_drafter(command: Command, folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return the model's configuration and the flags of a command, with a drafter of `DRAFTERS` in place of its own.
+
+    A model that drafts by layers of its own (MTP) has a configuration with these layers.
+    """
+    config, flags, given = command.of["config"], [], {}
+    for flag, value in zip(command.flags, (*command.flags[1:], "")):
+        if flag == "--speculative-config":
+            given |= json.loads(value)
+        elif flag.startswith("--speculative-config."):
+            given[flag.partition(".")[2]] = int(value) if value.isdigit() else value
+    if not given:
+        return config, list(command.flags)
+    left = iter(command.flags)
+    for flag in left:
+        if flag.startswith("--speculative-config"):
+            next(left)
+        else:
+            flags.append(flag)
+    method = given.get("method", "")  # Gemma 4's assistants need none
+    drafter = {**DRAFTERS, **command.of.get("drafters", {})}.get(method)
+    if drafter is None:
+        given.pop("model", None)
+        config = command.of.get("mtp", config)
+    else:
+        given["model"] = _written(drafter, folder)
+    return config, [*flags, "--speculative-config", json.dumps(given)]
+
+
+def _written(config: dict[str, Any], folder: Path) -> str:
+    """Write a model's configuration, and return its directory."""
+    path = folder / f"{zlib.crc32(json.dumps(config).encode()):08x}"
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
 def answers(
-    book: Path, device: str, server: str, policies: Sequence[str], folder: Path
+    book: Path, device: str, server: str, policies: Sequence[str], folder: Path, speculates: bool = False
 ) -> list[tuple[Command, list[str]]]:
     """Return for each command on a device what is said of it under each policy. Models are written to `folder`."""
-    given, servers = list(commands(book, device, server)), {}
+    given, servers = list(commands(book, device, server, speculates)), {}
     if server == "prefill":  # No policy runs there: a plain model stands for those without a configuration.
         given = [each if "config" in each.of else each._replace(of=CLASSES[0]) for each in given]
-    for number, of in enumerate(CLASSES):
-        if "config" in of:
-            (folder / str(number)).mkdir(exist_ok=True)
-            (folder / str(number) / "config.json").write_text(json.dumps(of["config"]))
     for command in given:
         if "config" in command.of:
-            model = str(folder / str(CLASSES.index(command.of)))
+            config, flags = with_drafter(command, folder)
             for policy in policies:
-                servers[command.of["class"], command.flags, policy] = [model, *command.flags, "--kv-policy", policy]
+                line = [_written(config, folder), *flags, "--kv-policy", policy]
+                servers[command.of["class"], command.flags, policy] = line
     said = dict(zip(servers, ask(device, list(servers.values())), strict=True))
 
     def of(command: Command, policy: str) -> str:
@@ -185,13 +237,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--devices", nargs="+", default=["h200", "b200"])
     parser.add_argument("--policies", nargs="+", default=["sink-window", "h2o", "adakv"])
     parser.add_argument("--servers", nargs="+", default=["single"], choices=SERVERS)
+    parser.add_argument("--speculation", action="store_true", help="recipes with drafters alone, with these on")
     parser.add_argument("--rows", type=Path, help="a CSV file with a row for each command")
     args = parser.parse_args(argv)
     found: dict[tuple[str, str], list[tuple[Command, list[str]]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for server in args.servers:
             for device in args.devices:
-                found[server, device] = answers(args.book, device, server, args.policies, Path(folder))
+                asked = args.book, device, server, args.policies, Path(folder), args.speculation
+                found[server, device] = answers(*asked)
     print(f"| server | policy | {' | '.join(args.devices)} |\n|---|---{'|---:' * len(args.devices)}|")
     for server in args.servers:
         for index, policy in enumerate(args.policies):

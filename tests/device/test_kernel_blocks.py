@@ -104,8 +104,10 @@ def test_blocks_are_read_written_and_compacted(both):
     assert torch.equal(small[split(target)], by_kernels(pages)[split(target)])
 
 
+@pytest.mark.parametrize("in_step", [False, True])
 @pytest.mark.parametrize("holes", [False, True])
-def test_a_drafters_pass_gets_a_view_of_kernel_blocks(holes):
+def test_a_drafters_pass_gets_a_view_of_kernel_blocks(holes, in_step):
+    """After a step of the table that vLLM has split, and with a step of the runner's own."""
     seen = []
 
     def drafting_view(metadata):
@@ -116,7 +118,8 @@ def test_a_drafters_pass_gets_a_view_of_kernel_blocks(holes):
         block_size=BLOCK,
         device=torch.device("cpu"),
         drafting_view=drafting_view,
-        views=SimpleNamespace(memory=lambda _: SimpleNamespace(table=TABLE)),
+        in_step=in_step,
+        views=SimpleNamespace(memory=lambda _: SimpleNamespace(table=TABLE), table_of=lambda _: TABLE.int()),
     )
     metadata = Pass(split(TABLE).int(), 3 * BLOCK)
     viewed = KernelBlocks(group, KERNEL).drafting_view(metadata)

@@ -8,13 +8,14 @@ from drafting import (
     SERVED,
     VOCAB,
     LayeredDrafter,
+    make_dflash,
     make_eagle,
     make_mimo,
     prompt_of,
     serve,
     speculative,
 )
-from engine import after
+from engine import V2, after
 from oracle.model import DenseLlama
 from oracle.tiny import make_tiny_llama
 from parity import assert_like_oracle, assert_tokens_like_oracle
@@ -47,6 +48,7 @@ def folders(tmp_path_factory):
         "eagle": (model, speculative("eagle", make_eagle(root / "eagle", model, "eagle"))),
         "eagle3": (model, speculative("eagle3", make_eagle(root / "eagle3", model, "eagle3"))),
         "mtp": (make_mimo(root / "mimo", wide), speculative("mtp")),
+        "dflash": (model, speculative("dflash", make_dflash(root / "dflash", model))),
     }
 
 
@@ -85,11 +87,32 @@ def assert_full_is_stock(engine, model, config, rounded=False, **options):
     assert drafts[0] == drafts[1] and any(drafts[0])
 
 
+@pytest.mark.both_runners("eagle", nightly=("small", "eagle3", "mtp"))
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_full_serves_as_stock_does(engine, folders, drafter):
     assert_full_is_stock(engine, *folders[drafter])
 
 
+@pytest.mark.skipif(not V2, reason="served on Model Runner V2 alone")
+@pytest.mark.both_runners
+def test_full_serves_dflash_as_stock_does(engine, folders):
+    assert_full_is_stock(engine, *folders["dflash"])
+
+
+@pytest.mark.oracle("full attention")
+@pytest.mark.skipif(not V2, reason="served on Model Runner V2 alone")
+@pytest.mark.both_runners
+def test_dflash_matches_the_dense_oracle(engine, folders, dense, monkeypatch):
+    """It drafts all tokens in one pass, whose queries see each other."""
+    model, config = folders["dflash"]
+
+    def check(prompt, output, trace):
+        assert assert_like_oracle(dense[model], prompt, output, trace, POLICIES["h2o"], tie=2e-6) >= 2
+
+    assert serve(engine, model, POLICIES["h2o"], check, monkeypatch, config, LayeredDrafter).runs > 50
+
+
+@pytest.mark.both_runners("eagle-h2o", "mtp-sink-window", nightly=("eagle3-snapkv", "small-snapkv"))
 @pytest.mark.oracle("full attention")
 @pytest.mark.nightly(push=("eagle-h2o", "eagle3-snapkv", "mtp-sink-window", "small-snapkv"))
 @pytest.mark.parametrize(
@@ -105,6 +128,7 @@ def test_evictions_and_logprobs_match_the_dense_oracle(engine, folders, dense, m
     assert serve(engine, model, POLICIES[name], check, monkeypatch, config, LayeredDrafter).runs > 100
 
 
+@pytest.mark.both_runners(nightly=("eagle-h2o",))
 @pytest.mark.parametrize(("drafter", "name"), [("small", "snapkv"), ("eagle", "h2o")])
 def test_heads_keep_the_tokens_of_the_dense_oracle(engine, folders, dense, monkeypatch, drafter, name):
     model, config = folders[drafter]
@@ -115,10 +139,12 @@ def test_heads_keep_the_tokens_of_the_dense_oracle(engine, folders, dense, monke
     assert serve(engine, model, BY_TOKEN[name], check, monkeypatch, config, LayeredDrafter).runs > 100
 
 
-@pytest.mark.parametrize("policy", [*POLICIES.values(), {**BY_TOKEN["h2o"], "sets": "all"}], ids=str)
-def test_a_drafter_like_the_model_sees_what_the_model_sees(engine, folders, poisoned, policy):
+@pytest.mark.both_runners("h2o", nightly=("sink-window", "h2o-tokens"))
+@pytest.mark.parametrize("name", [*POLICIES, "h2o-tokens"])
+def test_a_drafter_like_the_model_sees_what_the_model_sees(engine, folders, poisoned, name):
     """Its drafts are right, except those that are verified over holes which were decided after them."""
     model, config = folders["same"]
+    policy = POLICIES.get(name, {**BY_TOKEN["h2o"], "sets": "all"})
     server = engine(policy, model=model, max_num_batched_tokens=96, speculative_config=config)
     requests = [(prompt_of(length, length), {"max_tokens": 120}) for length in (250, 90, 400)]
     _, traces = server.traced(requests)

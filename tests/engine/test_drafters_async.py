@@ -51,8 +51,9 @@ def folders(tmp_path_factory):
 class SpeculativeRecorder(Recorder):
     """Steps are planned before their drafts are known; when a step is done, its rejected drafts leave the record."""
 
-    def __init__(self, server):
+    def __init__(self, server, block=32):
         super().__init__(server)
+        self.block = block
         self.settled = {}  # request and step -> leading tokens that were no drafts
         self.reports = {}  # request and step -> its report
         schedule, update, planned = server.scheduler.schedule, server.scheduler.update_from_output, deque()
@@ -84,13 +85,14 @@ class SpeculativeRecorder(Recorder):
         def watched_decide(plan, reports):
             for req_id, report in reports[0].items():
                 done, settled = self.done[req_id]
-                assert report.index[-1] == (sum(self.records[req_id].steps[:done]) + settled - 1) // 32
+                assert report.index[-1] == (sum(self.records[req_id].steps[:done]) + settled - 1) // self.block
                 self.reports[self.records[req_id], done] = report
             return decide(plan, reports)
 
         mechanism.decide = watched_decide
 
 
+@pytest.mark.both_runners("sink-window", nightly=("h2o", "keydiff"))
 @pytest.mark.nightly(push=("sink-window", "h2o", "keydiff"))
 @pytest.mark.parametrize("name", POLICIES)
 def test_holes_that_come_a_step_late_match_the_dense_oracle(async_engine, folders, poisoned, name):
@@ -104,7 +106,7 @@ def test_late_holes_beside_sliding_windows(async_engine, folders, tmp_path, pois
     check_late_holes(async_engine, model, folders["eagle"], name)
 
 
-def check_late_holes(async_engine, model, drafter, name, dense=None, mean=2e-3, most=2e-3, **options):
+def check_late_holes(async_engine, model, drafter, name, dense=None, mean=2e-3, most=2e-3, block=32, **options):
     """Drafts are all wrong, then some are, then none: the lengths that workers are told are off by those.
 
     Log-probabilities differ from the oracle's by at most `most`, and by `mean` on average.
@@ -113,7 +115,7 @@ def check_late_holes(async_engine, model, drafter, name, dense=None, mean=2e-3, 
     chunks = dict(max_num_batched_tokens=96, enable_prefix_caching=False, **options)
     dense = dense or DenseLlama(model)
     server = async_engine(policy, model=model, speculative_config=drafter, **chunks)
-    double, recorder = LayeredDrafter(server), SpeculativeRecorder(server)
+    double, recorder = LayeredDrafter(server), SpeculativeRecorder(server, block)
     for right in (0, "some", 1):
         double.right, before = right, accepted(server)
         ids = [server.add(prompt, max_tokens=160, logprobs=1) for prompt in prompts]
@@ -130,7 +132,7 @@ def check_late_holes(async_engine, model, drafter, name, dense=None, mean=2e-3, 
             decided = record.by_step(steps)
             assert sum(map(len, decided)) >= 2
             told, settled = record.told[:steps], [recorder.settled.get((record, step)) for step in range(steps)]
-            config = oracle_config(policy, prompt)
+            config = oracle_config(policy, prompt, block_size=block)
             reference = replay_told(dense, tokens, counts, config, told, decided, settled=settled)
             assert decided[:-1] == reference.evicted[:-1]
             for decision in reference.decisions if name not in ("sink-window", "strided", "snapkv", "rkv") else ():
@@ -163,6 +165,7 @@ def test_no_poison_with_drafts_in_flight(async_engine, folders, monkeypatch, nam
     check_poison_with_steps_in_flight(speculative_engine, folders[None], monkeypatch, "h2o", True, 23)
 
 
+@pytest.mark.both_runners
 def test_full_serves_as_stock_does(engine, async_stays, folders):
     """The tokens of a server without drafts, and as many accepted drafts as in stock vLLM."""
     model, config = folders[None], folders["draft_model"]

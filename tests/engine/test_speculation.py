@@ -46,6 +46,7 @@ def model(tmp_path_factory):
     return make_tiny_llama(folder, **MODEL)
 
 
+@pytest.mark.both_runners("ngram")
 @pytest.mark.parametrize("config", [NGRAM, pytest.param(SUFFIX, marks=HAS_SUFFIX)], ids=["ngram", "suffix"])
 def test_full_serves_as_stock_does(engine, tiny, config):
     """The same tokens as without speculation, and as many accepted drafts as in stock vLLM."""
@@ -60,6 +61,7 @@ def test_full_serves_as_stock_does(engine, tiny, config):
     assert counts[0] == counts[1] and counts[0][0] > 0
 
 
+@pytest.mark.both_runners("sink-window", "h2o", nightly=("h2o-ema", "h2o-every", "snapkv-whole", "tova"))
 @pytest.mark.oracle("full attention")
 @pytest.mark.nightly(push=("sink-window", "h2o", "snapkv", "h2o-every"))
 @pytest.mark.parametrize("name", POLICIES)
@@ -70,6 +72,7 @@ def test_evictions_and_logprobs_match_the_dense_oracle(engine, model, dense, mon
     serve(engine, model, POLICIES[name], check, monkeypatch)
 
 
+@pytest.mark.both_runners(nightly=("h2o",))
 @pytest.mark.parametrize("name", BY_TOKEN)
 def test_heads_keep_the_tokens_of_the_dense_oracle(engine, model, dense, monkeypatch, name):
     def check(prompt, output, trace):
@@ -112,6 +115,7 @@ def test_decodes_with_drafts_run_on_piecewise_graphs(drafts, mode):
     assert config.resolve_cudagraph_mode_and_sizes(support, "FLASH_ATTN", 1 + drafts).name == mode
 
 
+@pytest.mark.both_runners
 def test_drafts_that_a_grammar_cuts_neither_score_nor_count(engine, tiny, poisoned):
     """A grammar of three words refuses what the prompt drafts; evictions are those of the dense oracle."""
     words, policy, dense = [1, 2, 3], POLICIES["h2o"], DenseLlama(tiny)

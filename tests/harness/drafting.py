@@ -6,6 +6,7 @@ from importlib.metadata import version
 import numpy as np
 import pytest
 import torch
+from engine import V2
 from oracle.tiny import write_tokenizer
 from safetensors.torch import load_file, save_file
 
@@ -65,6 +66,21 @@ def make_eagle(path, model, method):
     return path
 
 
+def make_dflash(path, model):
+    """A DFlash head of the tiny Llama `model`: one layer that drafts all tokens of a step at once, without a causal mask."""
+    normal = _normal(7)
+    weights = _layer(normal, "layers.0.") | {"fc.weight": normal(HIDDEN, 2 * HIDDEN)}
+    weights |= {f"layers.0.self_attn.{name}_norm.weight": torch.ones(HEAD_DIM) for name in "qk"}
+    weights |= {name: torch.ones(HIDDEN) for name in ("hidden_norm.weight", "norm.weight")}
+    path.mkdir(parents=True)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": 1, "model_type": "qwen3"}
+    config |= {"architectures": ["DFlashDraftModel"], "draft_vocab_size": VOCAB, "head_dim": HEAD_DIM}
+    config |= {"dflash_config": {"mask_token_id": 0, "target_layer_ids": [0, 1]}, "block_size": DRAFTS + 1}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
 def make_mimo(path, llama):
     """A tiny MiMo: the weights of `llama`, biases of 0 in its attention, and a layer for multi-token prediction (MTP)."""
     weights, normal, prefix = load_file(llama / "model.safetensors"), _normal(6), "model.mtp_layers.0."
@@ -83,6 +99,11 @@ def make_mimo(path, llama):
     return path
 
 
+def drafter_of(runner):
+    """vLLM's drafter of a model runner."""
+    return runner.speculator if V2 else runner.drafter
+
+
 class Drafter:
     """Takes the place of vLLM's n-gram drafter: drafts from known texts, of which some are wrong.
 
@@ -94,10 +115,19 @@ class Drafter:
     def __init__(self, server):
         self.texts, self.right = [], 0
         self.runner = server.worker.model_runner
-        self.runner.drafter.propose = self.propose
+        drafter = drafter_of(self.runner)
+        self.stock = drafter.propose
+        drafter.propose = self.propose_on_v2 if V2 else self.propose
 
     def propose(self, count, sampled, lengths, tokens, **_):
         return [self.draft(tokens[row], lengths[row], count) if ids else [] for row, ids in enumerate(sampled)]
+
+    def propose_on_v2(self, batch, *args, **kwargs):
+        drafts, states = self.stock(batch, *args, **kwargs), self.runner.req_states
+        for row, slot in enumerate(batch.idx_mapping_np[: len(drafts)].tolist()):
+            known, length = states.all_token_ids.gpu[slot], int(states.total_len.gpu[slot])
+            drafts[row] = torch.tensor(self.draft(known, length, drafts.shape[1]))
+        return drafts
 
     def draft(self, known, length, count):
         """Drafts that follow the first `length` tokens of a request; `known`: its first tokens at least."""
@@ -111,7 +141,8 @@ def see_views(builder):
     """Assert that each pass of a drafter reads the table of its KV group without holes, and lengths without theirs."""
     build = builder.build_for_drafting
 
-    def seen(common, draft_index):
+    def seen(common_attn_metadata, draft_index):
+        common = common_attn_metadata
         size, lens = builder.kv_cache_spec.block_size, common.seq_lens.tolist()
         blocks = [row[: -(-length // size)].tolist() for row, length in zip(common.block_table_tensor, lens)]
         metadata = build(common_attn_metadata=common, draft_index=draft_index)
@@ -121,7 +152,18 @@ def see_views(builder):
             assert metadata.seq_lens[row] == length - size * (len(its) - len(there))
         return metadata
 
-    builder.build_for_drafting = lambda common_attn_metadata, draft_index: seen(common_attn_metadata, draft_index)
+    builder.build_for_drafting = seen
+
+
+def drafting_builders(runner):
+    """Metadata builders of a drafter's layers; on V2 those of its first pass, and those of further passes."""
+    drafter = drafter_of(runner)
+    if not V2:
+        return [group.get_metadata_builder() for group in getattr(drafter, "draft_attn_groups", ())]
+    groups = [group for each in (*runner.attn_groups, *drafter.attn_groups) for group in each]
+    return [
+        group.get_metadata_builder() for group in groups if drafter.draft_attn_layer_names.issuperset(group.layer_names)
+    ]
 
 
 class LayeredDrafter(Drafter):
@@ -132,8 +174,9 @@ class LayeredDrafter(Drafter):
     """
 
     def __init__(self, server):
-        drafter = server.worker.model_runner.drafter
-        self.stock, self.runs, logits = drafter.propose, 0, drafter.model.compute_logits
+        super().__init__(server)
+        drafter = drafter_of(self.runner)
+        self.runs, logits = 0, drafter.model.compute_logits
 
         def finite(*args, **kwargs):
             values = logits(*args, **kwargs)
@@ -142,9 +185,8 @@ class LayeredDrafter(Drafter):
             return values
 
         drafter.model.compute_logits = finite
-        for group in getattr(drafter, "draft_attn_groups", ()):
-            see_views(group.get_metadata_builder())
-        super().__init__(server)
+        for builder in drafting_builders(self.runner):
+            see_views(builder)
 
     def propose(self, **given):
         last = given["token_indices_to_sample"]

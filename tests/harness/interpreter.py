@@ -110,7 +110,24 @@ def _cut_its_overhead() -> None:
     options = interpreter.interpreter_builder.options
     assert not options.debug
     interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
+    _take_masks(interpreter)
     _cache_types(language.core, interpreter)
+
+
+def _take_masks(interpreter) -> None:
+    """A mask that numpy has made integers is one of booleans, as in a compiled kernel: vLLM's search for n-grams has one."""
+    builder = interpreter.InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def create_masked_load(self, ptrs, mask, *args, **kwargs):
+        mask.data = mask.data.astype(bool, copy=False)
+        return load(self, ptrs, mask, *args, **kwargs)
+
+    def create_masked_store(self, ptrs, value, mask, *args, **kwargs):
+        mask.data = mask.data.astype(bool, copy=False)
+        return store(self, ptrs, value, mask, *args, **kwargs)
+
+    builder.create_masked_load, builder.create_masked_store = create_masked_load, create_masked_store
 
 
 def _cache_types(core, interpreter) -> None:

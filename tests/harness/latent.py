@@ -1,5 +1,6 @@
 """Tiny models with multi-head latent attention (MLA), random weights, and transformers' own of the same weights."""
 
+import json
 import sys
 from contextlib import contextmanager
 from importlib import import_module
@@ -87,6 +88,29 @@ def add_mtp(folder):
     weights |= {f"{prefix}embed_tokens.weight": embedded.clone()}
     weights |= {f"{prefix}shared_head.head.weight": weights["lm_head.weight"].clone()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def make_eagle3(path, model):
+    """Write an EAGLE-3 head of a model of `make_latent`: random, one dense layer with latents of the model's size."""
+    config, weights = json.loads((model / "config.json").read_text()), load_file(model / "model.safetensors")
+    generator, hidden = torch.Generator().manual_seed(8), config["hidden_size"]
+
+    def random(rows, columns):
+        return torch.randn(rows, columns, generator=generator) * columns**-0.5
+
+    head = {"fc.weight": random(hidden, 2 * hidden), "norm.weight": torch.ones(hidden)}
+    for name in [name for name in weights if name.startswith("model.layers.0.")]:
+        rows, *columns = weights[name].shape
+        wide = 2 if "a_proj" in name else 1  # of the embedded token and the model's hidden states
+        own = random(rows, wide * columns[0]) if columns else torch.ones(rows)
+        head[name.removeprefix("model.")] = own
+    head |= {"layers.0.hidden_norm.weight": torch.ones(hidden), "lm_head.weight": weights["lm_head.weight"].clone()}
+    path.mkdir(parents=True)
+    save_file(head, path / "model.safetensors", metadata={"format": "pt"})
+    own = {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "num_hidden_layers": 1}
+    own |= {"num_aux_hidden_states": 2, "eagle_aux_hidden_state_layer_ids": [1, 2]}
+    (path / "config.json").write_text(json.dumps(config | own))
+    return path
 
 
 def mended_rotation():

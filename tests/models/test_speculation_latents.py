@@ -3,10 +3,12 @@
 import pytest
 import torch
 from drafting import NGRAM, SERVED, VOCAB, Drafter, LayeredDrafter, prompt_of, serve, speculative
-from latent import DenseLatent, add_mtp, keep_what_is_asked, make_latent, reference_mla
+from interpreter import in_place_of
+from latent import DenseLatent, add_mtp, keep_what_is_asked, make_eagle3, make_latent, reference_mla, stand_in
 from parity import assert_like_oracle
 from safetensors.torch import load_file
 from test_drafters import assert_full_is_stock
+from test_drafters_async import check_late_holes
 from transformers import AutoConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RotaryEmbedding
 
@@ -60,27 +62,50 @@ def dense(folders):
     return DenseLatent(folders(DEEPSEEK))
 
 
+@pytest.fixture(scope="module")
+def drafters(folders, tmp_path_factory):
+    """Drafter -> `speculative_config` and double."""
+    head = make_eagle3(tmp_path_factory.mktemp("latents") / "eagle3", folders(DEEPSEEK))
+    return {
+        "ngram": (NGRAM, Drafter),
+        "mtp": (speculative("mtp"), LayeredDrafter),
+        "eagle3": (speculative("eagle3", head), LayeredDrafter),
+    }
+
+
 @pytest.mark.parametrize(
-    ("architecture", "drafter"),
-    [(DEEPSEEK, NGRAM), (DEEPSEEK, speculative("mtp")), (GLM, speculative("mtp"))],
-    ids=["ngram", "mtp", "glm"],
+    ("architecture", "drafter"), [(DEEPSEEK, "ngram"), (DEEPSEEK, "mtp"), (DEEPSEEK, "eagle3"), (GLM, "mtp")]
 )
-def test_full_serves_as_stock_does(engine, folders, architecture, drafter):
-    assert_full_is_stock(engine, folders(architecture), drafter, **OPTIONS)
+def test_full_serves_as_stock_does(engine, folders, drafters, architecture, drafter):
+    assert_full_is_stock(engine, folders(architecture), drafters[drafter][0], **OPTIONS)
 
 
 @pytest.mark.oracle("latents")
-@pytest.mark.nightly(push=("ngram-h2o", "mtp-snapkv"))
+@pytest.mark.both_runners(nightly=("mtp-h2o",))
+@pytest.mark.nightly(push=("ngram-h2o", "mtp-snapkv", "eagle3-h2o"))
 @pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("drafter", ["ngram", "mtp"])
-def test_evictions_and_logprobs_match_transformers(engine, folders, dense, monkeypatch, drafter, name):
+@pytest.mark.parametrize("drafter", ["ngram", "mtp", "eagle3"])
+def test_evictions_and_logprobs_match_transformers(engine, folders, drafters, dense, monkeypatch, drafter, name):
     def check(prompt, output, trace):
         like = dict(block_size=BLOCK, atol=3e-5, tie=2e-6)
         assert assert_like_oracle(dense, prompt, output, trace, POLICIES[name], **like) >= 2
 
-    config, double = (NGRAM, Drafter) if drafter == "ngram" else (speculative("mtp"), LayeredDrafter)
+    config, double = drafters[drafter]
     served = serve(engine, folders(DEEPSEEK), POLICIES[name], check, monkeypatch, config, double, tokens=100, **OPTIONS)
     assert drafter == "ngram" or served.runs > 100
+
+
+@pytest.mark.oracle("latents")
+@pytest.mark.parametrize("drafter", ["mtp", "eagle3"])
+def test_holes_come_a_step_late_on_a_backend_of_a_device(
+    async_engine, folders, drafters, dense, poisoned, monkeypatch, drafter
+):
+    """FLASH_ATTN_MLA decodes rows with drafts, by lengths on the device. CPU_MLA takes them for chunks of prompts."""
+    stand_in(monkeypatch, "FLASH_ATTN_MLA")
+    with in_place_of("CPU_MLA", "latent.Shown"):
+        check_late_holes(
+            async_engine, folders(DEEPSEEK), drafters[drafter][0], "sink-window", dense, block=BLOCK, **OPTIONS
+        )
 
 
 @pytest.mark.parametrize("drafter", [NGRAM, speculative("mtp")], ids=["ngram", "mtp"])
@@ -146,17 +171,7 @@ def test_a_layer_for_mtp_sees_what_is_left(engine, folders, poisoned, name):
     server.assert_nothing_left()
 
 
-REFUSED = {
-    "draft_model": ({}, 'a draft model beside latents .*set "method" in .* to mtp, .*, or to ngram'),
-    "eagle3": ({}, "by 'eagle3' beside latents .*which no test runs: set \"method\" in .* to mtp, .*, or to ngram"),
-    "mtp": ({"async_scheduling": True}, "latent attention .* by 'mtp' under async .*set --no-async-scheduling"),
-}
-
-
-@pytest.mark.parametrize("method", REFUSED)
-def test_what_no_test_runs_beside_latents_is_refused(engine, folders, async_stays, method):
-    options, message = REFUSED[method]
-    model = folders(DEEPSEEK if method == "mtp" else PLAIN)
-    drafter = speculative(method, None if method == "mtp" else model)
+def test_a_draft_model_beside_latents_is_refused(engine, folders):
+    message = 'a draft model beside latents .*set "method" in .* to mtp or eagle3, .*, or to ngram'
     with pytest.raises(KVPolicyError, match=message):
-        engine("h2o", model=model, speculative_config=drafter, **OPTIONS, **options)
+        engine("h2o", model=folders(PLAIN), speculative_config=speculative("draft_model", folders(PLAIN)), **OPTIONS)

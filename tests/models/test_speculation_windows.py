@@ -3,12 +3,13 @@
 import json
 
 import pytest
-from drafting import MODEL, NGRAM, SERVED, Drafter, LayeredDrafter, make_eagle, serve, speculative
+from drafting import MODEL, NGRAM, SERVED, Drafter, LayeredDrafter, drafter_of, make_eagle, serve, speculative
 from oracle.model import DenseLlama
 from oracle.tiny import make_tiny_llama
 from parity import assert_like_oracle
 from test_drafters import POLICIES, assert_full_is_stock
 from test_sliding import WINDOW, assert_groups_like_oracle
+from vllm.model_executor.layers.attention import Attention
 
 from vllm_evict.config import KVPolicyError
 
@@ -29,9 +30,13 @@ def folders(tmp_path_factory):
     config = json.loads((other / "config.json").read_text())
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     (other / "config.json").write_text(json.dumps(config | sizes))
+    sliding = make_eagle(root / "sliding", plain, "eagle3")
+    windows = {"sliding_window": WINDOW, "layer_types": ["sliding_attention"]}
+    (sliding / "config.json").write_text(json.dumps(config | windows))
     return {
         **{name: (model, speculative(name, head)) for name, head in heads.items()},
         "ngram": (model, NGRAM),
+        "sliding": (model, speculative("eagle3", sliding)),
         "other": (model, speculative("eagle3", other)),
         "draft_model": (model, speculative("draft_model", plain)),
     }
@@ -42,15 +47,15 @@ def dense(folders):
     return DenseLlama(folders["eagle"][0])
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "eagle", "eagle3"])
+@pytest.mark.parametrize("drafter", ["ngram", "eagle", "eagle3", "sliding"])
 def test_full_serves_as_stock_does(engine, folders, drafter):
     assert_full_is_stock(engine, *folders[drafter])
 
 
 @pytest.mark.oracle("sliding windows")
-@pytest.mark.nightly(push=("ngram-h2o", "eagle-snapkv", "eagle3-h2o"))
+@pytest.mark.nightly(push=("ngram-h2o", "eagle-snapkv", "eagle3-h2o", "sliding-h2o"))
 @pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("drafter", ["ngram", "eagle", "eagle3"])
+@pytest.mark.parametrize("drafter", ["ngram", "eagle", "eagle3", "sliding"])
 def test_evictions_and_logprobs_match_the_dense_oracle(engine, folders, dense, monkeypatch, drafter, name):
     model, config = folders[drafter]
 
@@ -59,7 +64,10 @@ def test_evictions_and_logprobs_match_the_dense_oracle(engine, folders, dense, m
 
     double = Drafter if drafter == "ngram" else LayeredDrafter
     served = serve(engine, model, POLICIES[name], check, monkeypatch, config, double)
-    assert drafter == "ngram" or served.runs > 100
+    if drafter != "ngram":
+        layers = drafter_of(served.runner).model.modules()
+        (window,) = [layer.sliding_window for layer in layers if type(layer) is Attention]
+        assert served.runs > 100 and (window == WINDOW if drafter == "sliding" else window is None)
 
 
 def test_a_drafter_stands_in_one_of_several_groups_that_lose_blocks(engine, tmp_path, monkeypatch):

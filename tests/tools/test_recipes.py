@@ -57,3 +57,22 @@ def test_commands_and_counts(recipes, tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().out.splitlines()
     assert said[:4] == ["| commands served | b200 |", "|---|---:|", "| `h2o` | 2 of 3 |", "| `adakv` | 0 of 3 |"]
     assert "b200, adakv: 2 not served: why" in said and len(rows.read_text().splitlines()) == 4
+
+
+def test_drafters_have_stand_ins(recipes, tmp_path):
+    (tmp_path / "taxonomy.yaml").write_text(yaml.safe_dump(PROFILES))
+    write(tmp_path, "Qwen/Qwen3-8B")
+    dotted = ["--speculative-config.method mtp", "--speculative-config.num_speculative_tokens 1"]
+    head = ["--speculative-config", '{"method": "eagle3", "model": "HEAD", "num_speculative_tokens": 3}']
+    for name, args in {"zai-org/GLM-4.7": dotted, "Qwen/Qwen3-32B": head}.items():
+        features = {"spec_decoding": {"args": args}}
+        write(tmp_path, name, features=features, opt_in_features=["spec_decoding"])
+    given = {command.recipe: command for command in recipes.commands(tmp_path, "b200", speculates=True)}
+    assert given.keys() == {"zai-org/GLM-4.7", "Qwen/Qwen3-32B"}
+    config, flags = recipes.with_drafter(given["zai-org/GLM-4.7"], tmp_path)
+    assert config["num_nextn_predict_layers"] == 1
+    assert json.loads(flags[-1]) == {"method": "mtp", "num_speculative_tokens": 1} and len(flags) == 7
+    config, flags = recipes.with_drafter(given["Qwen/Qwen3-32B"], tmp_path)
+    drafts = json.loads(flags[-1])
+    assert config["architectures"] == ["Qwen3ForCausalLM"] and drafts["num_speculative_tokens"] == 3
+    assert json.loads((tmp_path / drafts["model"] / "config.json").read_text())["num_hidden_layers"] == 1

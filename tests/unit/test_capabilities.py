@@ -128,13 +128,30 @@ SERVERS = {
     ),
     "no prefix cache": (UNCACHED, "kvzip"),
     "n-grams": (drafts("ngram"), "kvzip context host path select reach mean audit"),
-    "n-grams on V2": ({**drafts("ngram"), **V2}, ALL),
-    "n-grams beside states": ({**drafts("ngram"), **HYBRID}, ALL),
+    "n-grams on V2": ({**drafts("ngram"), **V2}, "kvzip context host path select reach mean audit"),
+    "n-grams beside cached states": ({**drafts("ngram"), **HYBRID}, ALL),
+    "n-grams beside cached states on V2": (
+        {**drafts("ngram"), **HYBRID, **V2},
+        "split tokens kvzip context host path select reach mean audit",
+    ),
     "n-grams beside uncached states": (
         {**drafts("ngram"), **HYBRID, **UNCACHED},
         "split tokens kvzip context host path select reach mean audit",
     ),
     "n-grams beside latents and states": ({**drafts("ngram"), **HYBRID, **MLA, **UNCACHED}, ALL),
+    "Gemma 4's assistants": (
+        {
+            "speculative_config": SimpleNamespace(
+                **vars(drafts("mtp")["speculative_config"]), use_gemma4_mtp=lambda: True
+            )
+        },
+        ALL,
+    ),
+    "DSpark": ({**drafts("dspark", parallel=True), **V2}, ALL),
+    "n-grams on a GPU, on V1": (drafts("ngram_gpu"), ALL),
+    "n-grams on a GPU, on V2": ({**drafts("ngram_gpu"), **V2}, "kvzip context host path select reach mean audit"),
+    "DFlash on V1": (drafts("dflash", parallel=True), ALL),
+    "DFlash": ({**drafts("dflash", parallel=True), **V2}, "split kvzip context host path select reach mean audit"),
     "another method": (drafts("medusa"), ALL),
     "as many drafts as a block has tokens": (drafts("ngram", 16), ALL),
     "MTP": (drafts("mtp"), "split kvzip context host path select reach mean audit"),
@@ -144,13 +161,19 @@ SERVERS = {
         "split tokens kvzip context host path select reach mean audit",
     ),
     "MTP beside latents": ({**drafts("mtp"), **MLA}, "split tokens kvzip context host path select reach mean audit"),
-    "MTP beside latents under async scheduling": ({**drafts("mtp"), **MLA, **ASYNC}, ALL),
+    "MTP beside latents under async scheduling": (
+        {**drafts("mtp"), **MLA, **ASYNC},
+        "split tokens kvzip context host path select reach mean audit",
+    ),
     "MTP beside windows": (
         {**drafts("mtp"), **WINDOWS},
         "split tokens kvzip context host path select reach mean audit",
     ),
     "a draft model beside windows": ({**drafts("draft_model"), **WINDOWS}, ALL),
-    "EAGLE beside latents": ({**drafts("eagle"), **MLA}, ALL),
+    "EAGLE beside latents": (
+        {**drafts("eagle"), **MLA},
+        "split tokens kvzip context host path select reach mean audit",
+    ),
     "a connector": (connector(), "split kvzip context host path select reach audit"),
     "a connector under async scheduling": (
         {**connector(), **ASYNC},

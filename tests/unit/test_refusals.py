@@ -216,9 +216,9 @@ def test_no_context_beside_sliding_windows(tmp_path):
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 DRAFT = {"method": "draft_model", "model": "{model}", "num_speculative_tokens": 2}
 SETTINGS = {
-    "speculative decoding by 'ngram_gpu'": (
+    "speculative decoding by 'ngram_gpu' on Model Runner V1, which no test runs": (
         dict(speculative_config={**NGRAM, "method": "ngram_gpu"}),
-        'set "method" in --speculative-config to one of ngram, suffix, draft_model, eagle, eagle3, mtp, or leave',
+        "if the model has layers for it, or to ngram, or leave --kv-policy out",
     ),
     "speculative decoding by 'draft_model', because the policy puts heads into pages of its own": (
         dict(policy={"name": "adakv", "budget": 512, "recent": 64}, speculative_config=DRAFT),

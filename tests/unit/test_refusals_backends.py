@@ -127,9 +127,6 @@ def test_what_drafters_under_async_scheduling_wait_for():
     with pytest.raises(KVPolicyError, match="token and .* by 'mtp' under async .*: set --no-async-scheduling"):
         refuse.check_config(served, KVPolicyConfig.parse({**H2O, "granularity": "token"}))
     served.model_config.use_mla = True
-    with pytest.raises(KVPolicyError, match="MLA.* and .* by 'mtp' under async scheduling.*set --no-async-scheduling"):
-        refuse.check_config(served, h2o)
-    served.scheduler_config.async_scheduling = False
     refuse.check_config(served, h2o)
 
 
@@ -153,20 +150,27 @@ def test_drafts_by_token_stand_beside_full_attention_alone():
         refuse.check_config(served, by_token)
 
 
-@pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "eagle"])
-def test_no_speculation_on_model_runner_v2(method):
-    """There the device alone counts accepted drafts, under n-grams too."""
-    served = plain_config(scheduler_config__async_scheduling=False)
-    drafts = SimpleNamespace(method=method, num_speculative_tokens=3, parallel_drafting=False)
-    served.speculative_config = drafts
-    for policy in (H2O, {"name": "sink-window", "allow": []}):
-        served.use_v2_model_runner = True
-        message = "Model Runner V2 and speculative decoding: leave --spec.*, or set VLLM_USE_V2_MODEL_RUNNER=0"
-        with pytest.raises(KVPolicyError, match=message if method != "ngram_gpu" else "by 'ngram_gpu'.*: set .method."):
-            refuse.check_config(served, KVPolicyConfig.parse(policy))
-        served.use_v2_model_runner = False
-        if method != "ngram_gpu":
-            refuse.check_config(served, KVPolicyConfig.parse(policy))
+@pytest.mark.parametrize("method", ["ngram_gpu", "dflash"])
+def test_some_methods_are_served_on_model_runner_v2_alone(method):
+    served, h2o = plain_config(scheduler_config__async_scheduling=False), KVPolicyConfig.parse(H2O)
+    served.speculative_config = drafts = SimpleNamespace(
+        method=method, num_speculative_tokens=3, parallel_drafting=method != "ngram_gpu"
+    )
+    served.use_v2_model_runner = False
+    with pytest.raises(KVPolicyError, match=f"by '{method}' on Model Runner V1.*: set .method.*mtp.*, or to ngram, or"):
+        refuse.check_config(served, h2o)
+    served.use_v2_model_runner = True
+    refuse.check_config(served, h2o)
+    drafts.method = "medusa"
+    with pytest.raises(
+        KVPolicyError, match="by 'medusa': set .method.* to one of ngram, ngram_gpu, suffix, .*, dflash, or"
+    ):
+        refuse.check_config(served, h2o)
+    served.use_v2_model_runner = False
+    with pytest.raises(KVPolicyError, match="one of ngram, suffix, draft_model, eagle, eagle3, mtp, or leave"):
+        refuse.check_config(served, h2o)
+    drafts.method, drafts.parallel_drafting = "ngram", False
+    refuse.check_config(served, h2o)  # the way out
 
 
 def test_no_selection_on_a_gpu_or_beside_other_layers():

@@ -7,6 +7,7 @@ from test_refusals import H2O, NGRAM, engine_config, refusal, with_config
 from test_refusals_backends import plain_config
 
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
+from vllm_evict.integration.start import fallback
 from vllm_evict.integration.start.capabilities import refuse
 
 #: Policy, arguments, changes of the model's configuration, what to change.
@@ -86,19 +87,26 @@ def test_async_scheduling_asked_for_beside_stages_is_refused_by_name(tiny, monke
     assert not engine_config(tiny, pipeline_parallel_size=2).scheduler_config.async_scheduling
 
 
-@pytest.mark.parametrize("served", ["stages", "drafts"])
-def test_what_needs_the_other_runner_is_named_where_v1_is_needed(served):
+def test_what_needs_the_other_runner_is_named_where_v1_is_needed(monkeypatch):
     """vLLM takes Model Runner V2 for a watermark, whatever VLLM_USE_V2_MODEL_RUNNER says."""
     config = plain_config(scheduler_config__async_scheduling=True)
-    config.use_v2_model_runner = True
-    if served == "stages":
-        config.parallel_config.pipeline_parallel_size = 2
-        instead = "use --tensor.*, or set VLLM_USE_V2_MODEL_RUNNER=0, leave --async-scheduling out"
-    else:
-        config.speculative_config = SimpleNamespace(method="ngram", num_speculative_tokens=3, parallel_drafting=False)
-        instead = "leave --speculative-config out, or set VLLM_USE_V2_MODEL_RUNNER=0"
-    with pytest.raises(KVPolicyError, match=f"Model Runner V2 and .*: {instead}"):
-        refuse.check_config(config, KVPolicyConfig.parse(H2O))
+    config.use_v2_model_runner, config.additional_config = True, {}
+
+    def refused(message):
+        with pytest.raises(KVPolicyError, match=message):
+            refuse.check_config(config, KVPolicyConfig.parse(H2O))
+
+    config.parallel_config.pipeline_parallel_size = 2
+    refused("Model Runner V2 and .*: use --tensor.*, or set VLLM_USE_V2_MODEL_RUNNER=0, leave --async-scheduling out")
     config.watermark_config = object()
-    with pytest.raises(KVPolicyError, match="Model Runner V2 and .*, or leave --watermark-config out, which needs"):
-        refuse.check_config(config, KVPolicyConfig.parse(H2O))
+    refused("Model Runner V2 and .*, or leave --watermark-config out, which needs")
+    config.watermark_config, config.parallel_config.pipeline_parallel_size = None, 1
+    config.speculative_config = SimpleNamespace(method="ngram", num_speculative_tokens=3, parallel_drafting=False)
+    refuse.check_config(config, KVPolicyConfig.parse(H2O))
+    monkeypatch.setattr(fallback, "version", lambda _: "0.31.0")
+    refused(
+        "by 'ngram' on Model Runner V2, which no test runs: set VLLM_USE_V2_MODEL_RUNNER=0, or leave --kv-policy out"
+    )
+    assert fallback.on_v1_alone(config) == []  # without a policy
+    config.additional_config = {"kv_policy": "h2o"}
+    assert fallback.on_v1_alone(config) == ["speculative decoding under a KV policy"]

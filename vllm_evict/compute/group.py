@@ -207,16 +207,21 @@ class GroupRuntime:
     def drafting_view(self, metadata: Any) -> Any:
         """Return the metadata of a drafter's pass with resident views in place of block tables and lengths.
 
-        Drafters run after their step, on the block tables of the step and on lengths that differ from pass to pass.
+        Passes have the block tables of a step. Those after the step have lengths of their own.
 
         Args:
-            metadata: vLLM's `CommonAttentionMetadata` of the pass. It comes back unchanged if no request has a hole.
+            metadata: vLLM's `CommonAttentionMetadata` of the pass. It comes back unchanged if no request has a hole and
+                in dummy steps.
         """
-        if not self.with_holes:
+        live = len(self.batch.req_ids)
+        if not (self.with_holes and live):
             return metadata
-        table, lens = self.views.drafting(self, metadata)
-        bound = metadata.seq_lens_cpu_upper_bound
-        held = None if bound is None else bound.numpy() - self.holes.lacking(self.batch.req_ids)
+        made = self.views.of if self.in_step else self.views.drafting
+        table, lens, _ = made(self, metadata)
+        held = None
+        if (bound := metadata.seq_lens_cpu_upper_bound) is not None:
+            held = bound.numpy()[: len(lens)].copy()
+            held[:live] -= self.holes.lacking(self.batch.req_ids)
         return with_table(metadata, table, lens, held)
 
     def unattended(self) -> list[str]:

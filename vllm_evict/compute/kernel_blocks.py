@@ -32,11 +32,7 @@ class KernelBlocks:
         group, split = self._group, metadata.block_table_tensor
         if not group.in_step and group.batch.graph is None:  # a dummy step
             return metadata, metadata, None
-        whole = copy(metadata)
-        if not group.in_step:  # a dummy step that captures a graph may run before the runner has tables
-            whole.block_table_tensor = split[:, :: self._count] // self._count
-        else:
-            whole.block_table_tensor = group.views.table_of(group)[: len(split)]
+        whole = self._whole(metadata)
         viewed, work = group.view(whole)
         read, table = copy(viewed), viewed.block_table_tensor
         changed = table.data_ptr() != whole.block_table_tensor.data_ptr()
@@ -49,13 +45,21 @@ class KernelBlocks:
         Args:
             metadata: vLLM's `CommonAttentionMetadata` of a drafter's pass, with a table of kernel blocks.
         """
-        whole = copy(metadata)
-        whole.block_table_tensor = metadata.block_table_tensor[:, :: self._count] // self._count
+        whole = self._whole(metadata)
         viewed = self._group.drafting_view(whole)
         if viewed is whole:
             return metadata
         viewed.block_table_tensor = self._split(viewed.block_table_tensor, viewed.max_seq_len)
         return viewed
+
+    def _whole(self, metadata: Any) -> Any:
+        """Return the metadata with the table of the pool's blocks."""
+        whole, split, group = copy(metadata), metadata.block_table_tensor, self._group
+        if group.in_step:
+            whole.block_table_tensor = group.views.table_of(group)[: len(split)]
+        else:  # a dummy step that captures a graph may run before the runner has tables
+            whole.block_table_tensor = split[:, :: self._count] // self._count
+        return whole
 
     def _split(self, table: torch.Tensor, longest: int) -> torch.Tensor:
         """Return kernel blocks of the pool's, in memory with a fixed address: int32 [R, n * W].

@@ -292,3 +292,7 @@ class EvictionRuntime:
         reports = [group.end(all_reduce) for group in self.groups]
         self.copied = copied(self.groups[0].device) if any(reports) else None
         return reports
+
+    def drafted(self) -> None:
+        """Hear that drafters have run after a step: passes before the next step are of dummy steps."""
+        self.batch.req_ids = []

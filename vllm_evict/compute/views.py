@@ -73,8 +73,10 @@ class Views:
             self._make(metadata)
         return self._made[group]
 
-    def drafting(self, group: Any, metadata: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return table and lengths of one group's view in a drafter's pass, in the memory of the step's view.
+    def drafting(self, group: Any, metadata: Any) -> View:
+        """Return one group's view in a drafter's pass after the step, in the memory of the step's view.
+
+        Its logical blocks are still the step's.
 
         Args:
             group: a group with holes.
@@ -84,7 +86,7 @@ class Views:
         view = self.memory(group, tables.shape).of_rows(len(tables))
         width = min(-(-metadata.max_seq_len // block_size), tables.shape[1])
         resident_view([tables], metadata.seq_lens, block_size, [View(view.table[:, :width], view.lens)])
-        return view.table, view.lens
+        return view
 
     def _make(self, metadata: Any) -> None:
         in_graph, live = self._batch.graph is not None, len(self._batch.req_ids)

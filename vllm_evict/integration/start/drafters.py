@@ -1,7 +1,8 @@
-"""Drafters with layers: draft models, EAGLE and MTP. Their layers stand in a KV group with layers of the model.
+"""Drafters with layers: draft models, EAGLE, MTP and DFlash. Their layers stand in KV groups with the model's.
 
 So these layers lose the blocks that the model's layers lose. They read through views too, and nothing of them is
 measured. The model verifies drafts, so holes in a drafter's cache change the number of accepted drafts and no token.
+Layers of drafters with sliding windows stay vLLM's, as those of the model do.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,10 +14,12 @@ from vllm.model_executor.layers.attention import Attention, MLAAttention
 from ...config import KVPolicyError
 
 #: Methods of speculative decoding whose drafter has no layers.
-WITHOUT_LAYERS = ("ngram", "suffix")
+WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
+#: Methods that are served on Model Runner V2 alone.
+ON_V2 = ("ngram_gpu", "dflash")
 #: Methods whose drafter has layers that the plugin serves.
-WITH_LAYERS = ("draft_model", "eagle", "eagle3", "mtp")
-#: Backends of states beside which drafts are tested: linear attention with gated delta rule (Qwen3-Next, Qwen3.5).
+WITH_LAYERS = ("draft_model", "eagle", "eagle3", "mtp", *ON_V2[1:])
+#: Backends of states that take rejected drafts back on vLLM's CPU engine: gated delta rule (Qwen3-Next, Qwen3.5).
 TAKEN_BACK = ("GDN_ATTN",)
 #: Attribute of a drafter's layer. Policies work on layers without it.
 DRAFTS = "kv_evict_drafts"
@@ -34,11 +37,18 @@ def lookahead(vllm_config: Any) -> int:
 
 
 def mark(vllm_config: Any, model: torch.nn.Module, layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Mark the drafter's layers: those of `layers`, name -> layer, that are no modules of the model. Returns them."""
+    """Mark the drafter's layers without windows: those of `layers`, name -> layer, that are no modules of the model.
+
+    Returns them.
+    """
     if not has_layers(vllm_config):
         return {}
     own = set(model.modules())
-    drafting = {name: layer for name, layer in layers.items() if layer not in own}
+    drafting = {
+        name: layer
+        for name, layer in layers.items()
+        if layer not in own and getattr(layer, "sliding_window", None) is None
+    }
     for layer in drafting.values():
         setattr(layer, DRAFTS, True)
     return drafting
@@ -84,7 +94,7 @@ def check_groups(drafting: Mapping[str, Any], groups: Sequence[Sequence[str]]) -
 
 
 def check_states(vllm_config: Any, layers: Mapping[str, Any]) -> None:
-    """Refuse speculation beside states that vLLM does not take back where drafts are rejected, or that no test runs.
+    """Refuse speculation beside states that vLLM does not take back where drafts are rejected.
 
     Args:
         layers: name -> layer with states.
@@ -92,7 +102,8 @@ def check_states(vllm_config: Any, layers: Mapping[str, Any]) -> None:
     Raises:
         KVPolicyError: naming the layer and its states.
     """
-    for name, layer in layers.items() if vllm_config.speculative_config is not None else ():
+    checked = vllm_config.speculative_config is not None and vllm_config.device_config.device_type == "cpu"
+    for name, layer in layers.items() if checked else ():
         if (states := layer.get_attn_backend().get_name()) not in TAKEN_BACK:
             raise KVPolicyError(
                 f"speculative decoding beside {name} got states of {states}; expected {' or '.join(TAKEN_BACK)}, whose "
@@ -104,8 +115,6 @@ def _unlike(layer: Any, model_layer: Any) -> tuple[str, str] | None:
     """Return how a drafter's layer differs from a layer of the model, and what to set instead; None if it does not."""
     if type(layer) not in (Attention, MLAAttention) or type(layer) is not type(model_layer):
         return f"is a {type(layer).__name__} layer", "set another model"
-    if layer.sliding_window is not None:
-        return "has a sliding window", "set another model"
     if (target := getattr(layer, "kv_sharing_target_layer_name", None)) is not None:
         return f"reads the cache of {target}", "set another model"
     backend, wanted = layer.attn_backend.get_name(), model_layer.attn_backend.get_name()

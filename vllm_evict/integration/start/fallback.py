@@ -1,10 +1,12 @@
 """Has vLLM choose Model Runner V1 where a KV policy serves a feature on V1 alone."""
 
 import functools
+from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
 import vllm.envs as envs
+from packaging.version import Version
 
 from ...config import KVPolicyError
 from .connectors import prefills_alone
@@ -57,7 +59,7 @@ def _served_on_v1_alone(vllm_config: Any) -> list[str]:
     if not isinstance(additional, dict) or additional.get("kv_policy") is None or prefills_alone(vllm_config):
         return []
     used = {
-        "speculative decoding": _drafts(vllm_config.speculative_config),
+        "speculative decoding": vllm_config.speculative_config is not None and not drafts_on_v2(),
         "pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,
     }
     return [feature for feature, is_used in used.items() if is_used]
@@ -72,9 +74,6 @@ def use_v1(vllm_config: Any) -> str:
     return f"set VLLM_USE_V2_MODEL_RUNNER=0{without}"
 
 
-def _drafts(speculative_config: Any) -> bool:
-    """Return whether the server drafts by a method that is served; `capabilities` refuses the others by name."""
-    from . import drafters  # imports vLLM's layers, and `vllm.config` comes before them
-
-    served = (*drafters.WITHOUT_LAYERS, *drafters.WITH_LAYERS)
-    return speculative_config is not None and speculative_config.method in served
+def drafts_on_v2() -> bool:
+    """Return whether speculation is served on Model Runner V2 of this vLLM: 0.32 and later."""
+    return bool(Version(version("vllm")) >= Version("0.32"))

@@ -54,6 +54,8 @@ def resident_backend(
             if kv_heads is not None:
                 kv_cache_spec = replace(kv_cache_spec, num_kv_heads=kv_heads)
             super().__init__(kv_cache_spec, *args, **kwargs)
+            # vLLM would go on with the lengths of a drafter's first pass, in which no view is made anew.
+            self.supports_draft_decode_metadata_update = False
             if kv_heads is not None:
                 ops.for_parts(self)
             #: None: kernels read the pool's blocks.
@@ -87,7 +89,7 @@ def resident_backend(
             return metadata
 
         def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Any:
-            """Metadata of a drafter's pass, which follows the step and has lengths of its own."""
+            """Return the metadata of a drafter's pass."""
             views = self.kernel_blocks or runtime
             return super().build(0, views.drafting_view(common_attn_metadata), fast_build=True)
 
@@ -106,6 +108,26 @@ def resident_backend(
     # vLLM groups layers by the name of their backend.
     ResidentBackend.__qualname__ = f"Resident[{backend.__qualname__}]"
     return ResidentBackend
+
+
+def drafting_backend(backend: Any) -> type:
+    """Return a subclass of a `resident_backend` for a drafter's layers: no work of the plugin's kernels is theirs.
+
+    They have builders of their own. Model Runner V2 builds the metadata of a drafter's first pass with the step's, and
+    that of further passes after the step. V1 builds all of them after it.
+    """
+
+    class DraftingBuilder(backend.get_builder_cls()):  # type: ignore[misc]  # the backend is known at run time
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+            return self.build_for_drafting(common_attn_metadata, 0)
+
+    class DraftingBackend(backend):
+        @staticmethod
+        def get_builder_cls() -> type:
+            return DraftingBuilder
+
+    DraftingBackend.__qualname__ = f"Drafting[{backend.__qualname__}]"
+    return DraftingBackend
 
 
 def working_impl(impl: type, ops: BackendOps, attended: set[Any]) -> type:

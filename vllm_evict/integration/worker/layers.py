@@ -37,7 +37,7 @@ from ..start.capabilities import of_layers, refuse
 from ..start.capabilities.features import UNREAD, reads_keys
 from ..start.capabilities.server import Layers
 from ..start.versions import import_moved
-from .backend import PLACE, resident_backend, working_impl
+from .backend import PLACE, drafting_backend, resident_backend, working_impl
 from .latents import latent_types, name_as_others, working_latent
 from .positions import rotations
 from .split import part_of, split_impl
@@ -232,7 +232,7 @@ def _whole(
     group = _group(vllm_config, part, store, [layer.num_kv_heads for layer in layers], in_graphs, block_size)
     resident = {backend: resident_backend(backend, group, ops, head_class) for backend in backends}
     for layer in drafting:
-        layer.attn_backend = resident[layer.attn_backend]
+        layer.attn_backend = drafting_backend(resident[layer.attn_backend])
     # An MLA layer attends itself, by two methods of its `AttentionImpl`.
     attending = list(layers) if latent else [layer.impl for _, layer in places]
     make = partial(working_latent, block_size=block_size) if latent else working_impl

@@ -165,6 +165,7 @@ class EvictionWorkerMixin(Base):
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)
+        self.kv_evict.drafted()
         reports, self._reports = self._reports, []
         trouble, self._trouble = self._trouble, None
         scored, after = self._scorer.take() if self._scorer is not None else ({}, None)

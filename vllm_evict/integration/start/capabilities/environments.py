@@ -202,8 +202,8 @@ LATENT_STATES = Environment(
 
 V2 = Environment("Model Runner V2", lambda server: server.vllm_config.use_v2_model_runner, {}, "{use_v1}")
 CACHED_STATES = Environment(
-    "prefix caching of states",
-    lambda server: server.model.is_hybrid and server.cache.enable_prefix_caching,
+    "prefix caching of states on Model Runner V1",
+    lambda server: server.runner == "V1" and server.model.is_hybrid and server.cache.enable_prefix_caching,
     {},
     "set --no-enable-prefix-caching",
 )
@@ -211,13 +211,18 @@ METHOD = Environment(
     "speculative decoding by {drafts.method!r}",
     lambda server: server.drafts and server.drafts.method not in METHODS,
     {ANY: ""},
-    f'set "method" in --speculative-config to one of {", ".join(METHODS)}, or leave --speculative-config out',
+    'set "method" in --speculative-config to one of {methods}, or leave --speculative-config out',
+)
+OTHER_RUNNER = Environment(
+    "speculative decoding by {drafts.method!r} on Model Runner {runner}",
+    lambda server: server.drafts and not server.drafts_here,
+    {ANY: UNTRIED},
+    "{other_way_to_draft}",
 )
 SPECULATION = Environment(
     "speculative decoding",
     lambda server: server.drafts,
     {
-        V2: "",
         CACHED_STATES: f"{UNTRIED}, since vLLM copies these states by kernels for GPUs",
         LATENT_STATES: UNTRIED,
         CONTEXT: "",
@@ -236,11 +241,7 @@ DRAFTS_BESIDE_STATES = Environment(
 )
 MANY_DRAFTS = Environment(
     "{drafts.num_speculative_tokens} draft tokens in blocks of {cache.block_size} tokens",
-    lambda server: (
-        server.drafts
-        and server.cache.block_size is not None
-        and server.drafts.num_speculative_tokens >= server.cache.block_size
-    ),
+    lambda server: server.drafts and 0 < (server.cache.block_size or 0) <= server.drafts.num_speculative_tokens,
     {ANY: ""},
     'set "num_speculative_tokens" in --speculative-config to less than {cache.block_size}',
 )
@@ -250,25 +251,18 @@ DRAFT_MODEL_BESIDE = Environment(
     {ANY: "which vLLM 0.32.0 gives lengths or blocks that are not its own"},
     "{other_drafter}",
 )
-EAGLE_BESIDE_LATENTS = Environment(
-    "speculative decoding by {drafts.method!r} beside {beside}",
-    lambda server: server.drafts and server.drafts.method in ("eagle", "eagle3") and server.model.use_mla,
-    {ANY: UNTRIED},
-    "{other_drafter}",
-)
 DRAFTER = Environment(
     "speculative decoding by {drafts.method!r}",
     lambda server: server.drafter,
     {SPLIT: "which the drafter's layers do not have"},
     NGRAM,
 )
-ASYNC_DRAFTER = Environment(
+ASYNC_DRAFTS = Environment(
     "speculative decoding by {drafts.method!r} under async scheduling",
-    lambda server: server.drafter and server.scheduler.async_scheduling,
+    lambda server: server.drafts and server.scheduler.async_scheduling,
     {
         TOKENS: "where the host does not know how many drafts of the step before were accepted, on which depends which "
         "tokens it compacts",
-        MLA: UNTRIED,
     },
     f"set --no-async-scheduling, or {NGRAM}",
 )
@@ -278,9 +272,15 @@ DRAFTER_BESIDE = Environment(
     {TOKENS: UNTRIED},
     "{ngram_by_token}",
 )
+SHARING_DRAFTER = Environment(
+    "speculative decoding by an assistant that reads the model's cache",
+    lambda server: server.drafts and getattr(server.drafts, "use_gemma4_mtp", bool)(),
+    {ANY: UNTRIED},
+    NGRAM,
+)
 PARALLEL_DRAFTER = Environment(
     "speculative decoding by {drafts.method!r} in parallel",
-    lambda server: server.drafter and server.drafts.parallel_drafting,
+    lambda server: server.drafter and server.drafts.parallel_drafting and server.drafts.method not in drafters.ON_V2,
     {ANY: UNTRIED},
     f'leave "parallel_drafting" out of --speculative-config, or {NGRAM}',
 )

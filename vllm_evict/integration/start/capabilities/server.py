@@ -23,7 +23,7 @@ FP8_CAPABILITY = (8, 9)
 #: Architectures with ALiBi of which vLLM's configuration does not say so.
 ALIBI = ("Step1ForCausalLM",)
 #: What stands beside plain full attention, or in its place -> methods with layers to set in place of a refused one.
-LAYERED = {"latents (MLA)": "mtp", "states": "mtp", "sliding windows": "eagle or eagle3"}
+LAYERED = {"latents (MLA)": "mtp or eagle3", "states": "mtp", "sliding windows": "eagle or eagle3"}
 NGRAM = 'set "method": "ngram" in --speculative-config'
 
 
@@ -244,13 +244,32 @@ class Server:
         return drafters.has_layers(self.vllm_config)
 
     @property
+    def runner(self) -> str:
+        return "V2" if self.vllm_config.use_v2_model_runner else "V1"
+
+    @property
+    def methods(self) -> str:
+        """Methods of speculative decoding that are served on the server's model runner."""
+        names = (*drafters.WITHOUT_LAYERS, *drafters.WITH_LAYERS)
+        return ", ".join(name for name in names if self.runner == "V2" or name not in drafters.ON_V2)
+
+    @property
+    def drafts_here(self) -> bool:
+        """Whether drafts of the method are served on the server's model runner."""
+        return fallback.drafts_on_v2() if self.runner == "V2" else self.drafts.method not in drafters.ON_V2
+
+    @property
+    def other_way_to_draft(self) -> str:
+        return self.use_v1 if self.runner == "V2" else self.other_drafter
+
+    @property
     def ngram_by_token(self) -> str:
         """How n-grams take a drafter's place beside `granularity: token`; "" beside states, where they do not."""
         return "" if self.states else NGRAM
 
     @property
     def other_drafter(self) -> str:
-        layered = LAYERED.get(self.beside or "")
+        layered = LAYERED.get(self.beside or "", "eagle, eagle3, mtp or draft_model")
         return f'set "method" in --speculative-config to {layered}, if the model has layers for it, or to ngram'
 
     @property
