@@ -55,8 +55,13 @@ def test_commands_and_counts(recipes, tmp_path, monkeypatch, capsys):
     rows = tmp_path / "rows.csv"
     recipes.main([str(tmp_path), "--devices", "b200", "--policies", "h2o", "adakv", "--rows", str(rows)])
     said = capsys.readouterr().out.splitlines()
-    assert said[:4] == ["| commands served | b200 |", "|---|---:|", "| `h2o` | 2 of 3 |", "| `adakv` | 0 of 3 |"]
-    assert "b200, adakv: 2 not served: why" in said and len(rows.read_text().splitlines()) == 4
+    assert said[:4] == [
+        "| server | policy | b200 |",
+        "|---|---|---:|",
+        "| single | `h2o` | 2 of 3 |",
+        "| single | `adakv` | 0 of 3 |",
+    ]
+    assert "single, b200, adakv: 2 not served: why" in said and len(rows.read_text().splitlines()) == 4
 
 
 def test_drafters_have_stand_ins(recipes, tmp_path):
