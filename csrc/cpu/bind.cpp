@@ -409,9 +409,10 @@ const int32_t* check_ints(const py::handle& rows, const char* name, at::IntArray
 }
 
 std::pair<int64_t, int64_t> reach(const py::handle& rows, const Tensor& query, const Tensor& boxes,
-                                  const Tensor& held, const Tensor& read, const Tensor& cache,
-                                  const Tensor& host, const Tensor& table, double scale,
-                                  double soft_cap, const optional<Tensor>& sinks, int64_t step,
+                                  const Tensor& numbers, const Tensor& held, const Tensor& read,
+                                  const Tensor& picked, const Tensor& cache, const Tensor& host,
+                                  const Tensor& table, double scale, double soft_cap,
+                                  const optional<Tensor>& sinks, int64_t step,
                                   const optional<string>& isa) {
   ReachArgs a{};
   a.query_type = check_floats(query, "query");
@@ -420,11 +421,14 @@ std::pair<int64_t, int64_t> reach(const py::handle& rows, const Tensor& query, c
               boxes.size(2) == 2 * query.size(2) && query.size(1) % boxes.size(1) == 0 &&
               query.size(2) % 8 == 0,
           "query must be [T, H, D], and boxes [n, Hkv, 2 * D], contiguous, with D a multiple of 8");
-  check_tensor(held, "held", at::kInt, 2);
-  check_tensor(read, "read", at::kInt, 2);
-  check_tensor(table, "table", at::kInt, 2);
-  require(held.is_contiguous() && read.is_contiguous() && held.sizes() == read.sizes(),
-          "held and read must be contiguous and of one shape");
+  const auto written = field<Tensor>(rows, "written"), queries = field<Tensor>(rows, "queries");
+  for (auto [tensor, name] : {std::pair{&numbers, "numbers"}, {&held, "held"}, {&read, "read"},
+                              {&picked, "picked"}, {&table, "table"}, {&written, "written"}})
+    check_tensor(*tensor, name, at::kInt, 2);
+  require(numbers.is_contiguous() && held.is_contiguous() && read.is_contiguous() &&
+              picked.is_contiguous() && held.sizes() == read.sizes() &&
+              held.sizes() == picked.sizes() && held.size(0) == numbers.size(0),
+          "numbers, held, read and picked must be contiguous, with a row for each slot");
   require(cache.is_cpu() && host.is_cpu() && cache.scalar_type() == host.scalar_type() &&
               cache.dim() == host.dim() && cache.dim() > 1 &&
               cache.sizes().slice(1) == host.sizes().slice(1) && cache[0].is_contiguous() &&
@@ -432,19 +436,18 @@ std::pair<int64_t, int64_t> reach(const py::handle& rows, const Tensor& query, c
           "cache and host must have pages of one shape and dtype, each contiguous");
   if (sinks) check_tensor(*sinks, "sinks", at::kFloat, 1);
   require(!sinks || sinks->size(0) == query.size(1), "sinks must have H elements");
-  const auto queries = field<Tensor>(rows, "queries"), places = field<Tensor>(rows, "places");
-  require(queries.dim() == 1 && places.dim() == 2, "rows must have queries [R] and places [R, W]");
-  a.rows = queries.size(0);
-  a.width = places.size(1);
-  a.room = held.size(1);
+  a.rows = queries.numel();
   for (auto [to, name] : {std::pair{&a.queries, "queries"}, {&a.full, "full"}, {&a.first, "first"},
-                          {&a.end, "end"}, {&a.chosen, "chosen"}, {&a.slots, "slots"},
-                          {&a.out_rows, "out_rows"}})
+                          {&a.end, "end"}, {&a.chosen, "chosen"}, {&a.rooms, "rooms"},
+                          {&a.slots, "slots"}, {&a.out_rows, "out_rows"},
+                          {&a.chooses, "chooses"}})
     *to = check_ints(rows, name, {a.rows});
-  for (auto [to, name] : {std::pair{&a.places, "places"}, {&a.numbers, "numbers"},
-                          {&a.physical, "physical"}})
-    *to = check_ints(rows, name, {a.rows, a.width});
-  a.rooms = check_ints(rows, "rooms", {a.rows, a.room});
+  a.written = written.const_data_ptr<int32_t>();
+  a.written_stride = written.stride(0);
+  a.written_width = written.size(1);
+  a.numbers = numbers.const_data_ptr<int32_t>();
+  a.width = numbers.size(1);
+  a.pool = field<int64_t>(rows, "pool");
   require(std::all_of(a.queries, a.queries + a.rows,
                       [&](int32_t at) { return at >= 0 && at < query.size(0); }),
           "queries must be tokens of query");
@@ -461,7 +464,9 @@ std::pair<int64_t, int64_t> reach(const py::handle& rows, const Tensor& query, c
   a.sinks = sinks ? sinks->const_data_ptr<float>() : nullptr;
   a.held = held.mutable_data_ptr<int32_t>();
   a.read = read.mutable_data_ptr<int32_t>();
+  a.picked = picked.mutable_data_ptr<int32_t>();
   a.num_slots = held.size(0);
+  a.room = held.size(1);
   a.step = static_cast<int32_t>(step);
   a.cache = static_cast<char*>(cache.mutable_data_ptr());
   a.cache_stride = cache.stride(0) * cache.element_size();
@@ -472,7 +477,7 @@ std::pair<int64_t, int64_t> reach(const py::handle& rows, const Tensor& query, c
   a.page_bytes = cache[0].nbytes();
   a.out = table.mutable_data_ptr<int32_t>();
   a.out_stride = table.stride(0);
-  a.num_out_rows = table.size(0);
+  a.num_out_rows = std::min(table.size(0), written.size(0));
   a.out_width = table.size(1);
   const BoxProducts products = choose_boxes(isa);
   py::gil_scoped_release release;

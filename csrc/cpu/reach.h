@@ -19,17 +19,19 @@ struct ReachArgs {
   int64_t num_boxes;
   float scale, soft_cap;
   const float* sinks;  // [heads], logits that belong to no block, or null
-  // Of each row: its query; its full blocks; candidates [first, end); how many are chosen; its row
-  // in `held` and in `out`.
-  const int32_t *queries, *full, *first, *end, *chosen, *slots, *out_rows;
-  // [rows, width], of each logical block: place in `boxes`; host block, or -1; block of the pool.
-  const int32_t *places, *numbers, *physical;
-  int64_t rows, width;
-  const int32_t* rooms;  // [rows, room], blocks of the pool, -1 past the end of a room
-  int64_t room;
-  // [slots, room]: logical block in each block of a room; step that read it last.
-  int32_t *held, *read;
-  int64_t num_slots;
+  // Of each row: its query; its full blocks; candidates [first, end); how many are chosen; blocks of
+  // its room; its row in `numbers`, `held`, `read` and `picked`; its row in `written` and `out`;
+  // whether it chooses, or reads what it chose last.
+  const int32_t *queries, *full, *first, *end, *chosen, *rooms, *slots, *out_rows, *chooses;
+  int64_t rows;
+  const int32_t* written;  // [>= rows, written_width], of each logical block its block of the pool
+  int64_t written_stride, written_width;
+  const int32_t* numbers;  // [slots, width], of each logical block its host block, or -1
+  int64_t width;
+  int64_t pool;  // place in `boxes` of host block 0; a block of the pool has its own
+  // [slots, room]: logical block in each block of a room; step that read it last; chosen blocks.
+  int32_t *held, *read, *picked;
+  int64_t num_slots, room;
   int32_t step;
   char* cache;       // pages of the pool
   const char* host;  // pages of the host

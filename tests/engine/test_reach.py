@@ -26,14 +26,15 @@ def deep(tmp_path_factory):
     return make_tiny_llama(tmp_path_factory.mktemp("deep"), layers=5)
 
 
-def assert_reaches_like_dense(model, prompt, output, trace, read):
+def assert_reaches_like_dense(model, prompt, output, trace, read, hold=8):
     """Log-probabilities of a traced request are those of a dense model that has everything, and chooses for itself.
 
     Returns the number of its choices.
     """
     dense = DenseLlama(model)
-    chooser = Chooser(dense, select=read, select_sink=32, select_recent=32, dense_layers=0)
+    chooser = Chooser(dense, select=read, select_sink=32, select_recent=32, dense_layers=0, select_every=hold)
     tokens, cache, n, gone, logits = [*prompt, *output.outputs[0].token_ids], dense.new_cache(), 0, set(), []
+    before: tuple = ()
     if trace.start:
         dense.forward(tokens[: trace.start], cache, torch.ones(trace.start, trace.start).tril().bool())
         n = trace.start
@@ -41,6 +42,8 @@ def assert_reaches_like_dense(model, prompt, output, trace, read):
         first, n = n, n + count
         mask = torch.arange(n) <= torch.arange(first, n)[:, None]
         if gone:
+            if before != (before := (math.ceil(n / BLOCK), len(gone))):
+                chooser.steps = 0  # a block has begun, or some have moved
             mask = chooser.mask(mask, list(range(math.ceil(n / BLOCK))))
         logits.append(dense.forward(tokens[first:n], cache, mask)[0])
         gone |= set(evicted)
@@ -60,16 +63,16 @@ def assert_nothing_left(server):
 
 
 @pytest.mark.both_runners("8")
-@pytest.mark.parametrize("blocks", [8, 5])
-def test_answers_are_those_of_a_dense_model_that_chooses_for_itself(engine, deep, poisoned, blocks):
+@pytest.mark.parametrize("blocks, hold", [(8, 8), (5, 1), (5, 12)])
+def test_answers_are_those_of_a_dense_model_that_chooses_for_itself(engine, deep, poisoned, blocks, hold):
     """Three requests in one batch; one is shorter than its budget at first."""
-    server = engine({**REACH, "read": 32 * blocks}, model=deep, max_num_batched_tokens=192)
+    server = engine({**REACH, "read": 32 * blocks, "hold": hold}, model=deep, max_num_batched_tokens=192)
     requests = random_requests((700, 50), (230, 80), (500, 40))
     chosen = 0
     for prompt, output, trace in server.answered(requests):
-        chosen += assert_reaches_like_dense(deep, prompt, output, trace, 32 * blocks)
+        chosen += assert_reaches_like_dense(deep, prompt, output, trace, 32 * blocks, hold)
         assert output.kv_usage.peak_resident_blocks <= 8 + 6 + 1
-    assert chosen > 300
+    assert chosen > 300 // hold
     counts = part_of(server.runtime, Reach).counts
     assert counts["from_host"] > counts["in_room"] > 0
     assert_nothing_left(server)
@@ -140,6 +143,7 @@ def test_a_host_smaller_than_the_longest_request_is_refused(engine, deep):
     "fields, message",
     [
         ({"read": 512}, "read: .* needs evict: host"),
+        ({"hold": 2}, "hold: .* needs evict: host"),
         ({"evict": "host"}, "needs a size of host memory"),
         ({"evict": "host", "host": "1GiB", "select": 512}, "leave select out"),
         ({"evict": "host", "host": "1GiB", "allow": ["h2o"]}, "leave h2o out"),

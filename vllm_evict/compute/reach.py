@@ -43,16 +43,12 @@ class _Reached:
     """What is known of a request with blocks on the host.
 
     Attributes:
-        slot: its row in arrays of rooms.
+        slot: its row in arrays of slots.
         room: its room.
-        chosen: blocks that a decode chooses.
-        numbers: int32 [blocks], the host block of each logical block; -1: it is in the pool alone.
     """
 
     slot: int
     room: RoomOf
-    chosen: int
-    numbers: np.ndarray
 
 
 class Reach(Source):
@@ -74,15 +70,23 @@ class Reach(Source):
 
     def __init__(self, config: KVPolicyConfig, shape: Shape, store: Store) -> None:
         self._config, self._store, self._device, self.block_size = config, store, shape.device, shape.block_size
-        self._most = shape.max_blocks
         self.staging = staging_blocks(shape.max_model_len, shape.block_size)
         self._boxes: list[torch.Tensor] = []
         self._of: dict[str, _Reached] = {}
         #: Rooms of the plan whose copies come next.
         self._rooms: dict[str, RoomOf] = {}
         self._slots = list(range(shape.max_requests))
-        #: int32 [layers, requests, room], the logical block in each block of a room, and the step that read it last.
-        self._held = self._read = torch.full((shape.layers, shape.max_requests, 0), -1, dtype=torch.int32)
+        #: int32 [layers, slots, room], the logical block in each block of a room, the step that read it last, and the
+        #: chosen blocks of the pool.
+        self._held = self._read = self._picked = torch.full(
+            (shape.layers, shape.max_requests, 0), -1, dtype=torch.int32
+        )
+        #: int32 [slots, blocks], the host block of each logical block; -1: it is in the pool alone.
+        self._numbers = torch.full((shape.max_requests, shape.max_blocks), -1, dtype=torch.int32)
+        #: Of each slot [slots, 4]: the first block of its room, its blocks, recent blocks, and blocks that it chooses.
+        self._sizes = np.zeros((shape.max_requests, 4), np.int32)
+        #: Of each slot: full blocks when it chose last, and steps that have read the choice; 0: it has to choose.
+        self._full, self._steps_of = np.zeros((2, shape.max_requests), np.int32)
         self._steps = 0
         #: Blocks of the pool, after which come staging pages in the cache, and blocks of the host in `_boxes`.
         self._pool = 0
@@ -116,22 +120,28 @@ class Reach(Source):
             for boxes in self._boxes:
                 boxes[poisoned] = float("nan")
         spills = [copy for copy in copies if copy.kind == "spill"]
+        numbers = self._numbers.numpy()
         for each in spills:
             if (its := self._of.get(each.req_id)) is None:
                 its = self._of[each.req_id] = self._new(self._rooms[each.req_id])
-            its.numbers[each.logical] = each.number
+            numbers[its.slot, each.logical] = each.number
+            self._steps_of[its.slot] = 0
         if spills:
-            there, numbers = ([getattr(copy, name) for copy in spills] for name in ("physical", "number"))
+            there, here = (torch.tensor([getattr(copy, name) for copy in spills]) for name in ("physical", "number"))
             for boxes in self._boxes:
-                boxes[[self._pool + number for number in numbers]] = boxes[there]
+                boxes[self._pool + here] = boxes[there]
 
     def _new(self, room: RoomOf) -> _Reached:
         if (more := room.blocks - self._held.shape[2]) > 0:
-            self._held, self._read = (functional.pad(each, (0, more), value=-1) for each in (self._held, self._read))
+            self._held, self._read, self._picked = (
+                functional.pad(each, (0, more), value=-1) for each in (self._held, self._read, self._picked)
+            )
         slot = self._slots.pop()
         self._held[:, slot] = self._read[:, slot] = -1
+        self._numbers[slot] = -1
         chosen = self._config.chosen(room.blocks, room.first, room.recent, self.block_size)
-        return _Reached(slot, room, chosen, np.full(self._most, -1, np.int32))
+        self._sizes[slot] = room.first, room.blocks, room.recent, chosen
+        return _Reached(slot, room)
 
     def complete(self, batch: StepBatch, table: torch.Tensor, lens: torch.Tensor) -> None:
         """Bring all blocks of the step's prompts to the device, and name them in the table."""
@@ -145,7 +155,8 @@ class Reach(Source):
             its, length = self._of[batch.req_ids[row]], int(batch.seq_lens[row])
             blocks = -(-length // self.block_size)
             its_table = batch.written[row, :blocks].clone()
-            on_host = np.flatnonzero(its.numbers[:blocks] >= 0)
+            its_numbers = self._numbers[its.slot, :blocks].numpy()
+            on_host = np.flatnonzero(its_numbers >= 0)
             room = slice(its.room.first, its.room.first + its.room.blocks)
             absent = on_host[on_host >= room.stop]
             its_table[to_device(absent, self._device)] = torch.arange(
@@ -153,9 +164,10 @@ class Reach(Source):
             )
             free += len(absent)
             pages += its_table[to_device(on_host, self._device)].tolist()
-            numbers += its.numbers[on_host].tolist()
+            numbers += its_numbers[on_host].tolist()
             table[row, :blocks], lens[row], tokens[row] = its_table, length, length
             self._held[:, its.slot, : its.room.blocks] = torch.arange(room.start, room.stop, dtype=torch.int32)
+            self._steps_of[its.slot] = 0
         assert free <= self._pool + self.staging, "prompts of a step need more staging pages than there are"
         batch.resident_tokens, batch.longest = tokens, int(tokens.max())
         self.host.blocks.pages.read(self._store.pages(), pages, numbers)
@@ -182,8 +194,10 @@ class Reach(Source):
             rows,
             call.query,
             self._boxes[place],
+            self._numbers,
             self._held[place],
             self._read[place],
+            self._picked[place],
             call.kv_cache,
             self.host.blocks.pages_of(place),
             table,
@@ -191,45 +205,24 @@ class Reach(Source):
             **logits,
             step=self._steps,
         )
-        self.counts.update(from_host=from_host, in_room=in_room)
+        self.counts["from_host"] += from_host
+        self.counts["in_room"] += in_room
 
-    def rows(self, batch: StepBatch, rows: np.ndarray) -> tuple[ReachRows, np.ndarray, np.ndarray]:
-        """Return what the kernel knows of rows that choose, int64 [R].
+    def rows(self, batch: StepBatch, rows: np.ndarray) -> tuple[ReachRows, np.ndarray]:
+        """Return what the kernel knows of rows that read blocks of the host, int64 [R], and the tokens that each reads.
 
-        Returns:
-            The rows; int32 [R, W], the table that layers read, whose entries for chosen blocks are left out; int32 [R],
-            the tokens in it.
+        A row chooses every `hold` steps, when it starts a block, and when blocks of it have moved.
         """
-        reached = [self._of[batch.req_ids[row]] for row in rows]
-        lengths = batch.seq_lens[rows].astype(np.int64)
-        blocks = -(-lengths // self.block_size)
-        first, room, recent = np.array([its.room for its in reached]).T
-        chosen, width = np.array([its.chosen for its in reached]), int(blocks.max())
-        written = batch.written[rows, :width].numpy()
-        numbers = np.stack([its.numbers[:width] for its in reached])
-        offsets = np.arange(self._held.shape[2])
-        rooms = np.take_along_axis(written, np.minimum(first[:, None] + offsets, width - 1), 1)
-        known = (
-            batch.starts[rows],
-            blocks - 1,
-            first,
-            blocks - recent,
-            chosen,
-            np.array([its.slot for its in reached]),
-            rows,
-            np.where(numbers >= 0, self._pool + numbers, written),
-            numbers,
-            written,
-            np.where(offsets < room[:, None], rooms, -1),
-        )
-        # Sinks, chosen blocks, recent blocks.
-        table = np.zeros((len(rows), int((first + chosen + recent).max())), np.int32)
-        for row, (sinks, count, last) in enumerate(zip(first, chosen, recent)):
-            table[row, :sinks] = written[row, :sinks]
-            table[row, sinks + count : sinks + count + last] = written[row, blocks[row] - last : blocks[row]]
-        tokens = (first + chosen + recent - 1) * self.block_size + (lengths - 1) % self.block_size + 1
-        made = (torch.from_numpy(np.ascontiguousarray(each, dtype=np.int32)) for each in known)
-        return ReachRows(*made), table, tokens.astype(np.int32)
+        slots = np.array([self._of[batch.req_ids[row]].slot for row in rows.tolist()])
+        first, room, recent, chosen = self._sizes[slots].T
+        last = batch.seq_lens[rows] - 1
+        full, steps = last // self.block_size, self._steps_of[slots]
+        chooses = (steps % self._config.hold == 0) | (full != self._full[slots])
+        self._full[slots], self._steps_of[slots] = full, np.where(chooses, 1, steps + 1)
+        tokens = (first + chosen + recent - 1) * self.block_size + last % self.block_size + 1
+        known = batch.starts[rows], full, first, full + 1 - recent, chosen, room, slots, rows, chooses
+        made = torch.from_numpy(np.array(known, np.int32)).unbind()
+        return ReachRows(*made, batch.written, self._pool), tokens
 
 
 class ReachStep(StepSource):
@@ -250,12 +243,12 @@ class ReachStep(StepSource):
         self._metadata: tuple[Any, Any] = (None, None)
         if not len(rows):
             return
-        self._rows, read, tokens = reach.rows(batch, rows)
+        self._rows, tokens = reach.rows(batch, rows)
         # Rows beside them that the plugin's kernel attends for have no more blocks than the resident ones.
         count, table = len(batch.resident_tokens), batch.table
-        self._table = torch.zeros((count, max(read.shape[1], table.shape[1])), dtype=torch.int32)
+        width = -(-int(tokens.max()) // reach.block_size)
+        self._table = torch.zeros((count, max(width, table.shape[1])), dtype=torch.int32)
         self._table[:, : table.shape[1]] = table[:count]
-        self._table[rows, : read.shape[1]] = torch.from_numpy(read)
         self._lens = batch.lens[:count].index_copy(0, torch.from_numpy(rows), torch.from_numpy(tokens))
 
     def table(self, call: LayerCall) -> tuple[Any, torch.Tensor]:

@@ -166,6 +166,7 @@ READ = (
         "with `evict: host`: tokens that each layer of a decode attends to, if its request has blocks on the host; 0: "
         "as many as its blocks on the device hold",
     ),
+    Option("hold", whole(1), 8, "with `evict: host`: decode steps that read one choice of such a request"),
 )
 #: Fields of every policy that evicts, with their usual defaults.
 KEEPING = having(
