@@ -222,7 +222,7 @@ class Reach(Source):
         tokens = (first + chosen + recent - 1) * self.block_size + last % self.block_size + 1
         known = batch.starts[rows], full, first, full + 1 - recent, chosen, room, slots, rows, chooses
         made = torch.from_numpy(np.array(known, np.int32)).unbind()
-        return ReachRows(*made, batch.written, self._pool), tokens
+        return ReachRows._make((*made, batch.written, self._pool)), tokens
 
 
 class ReachStep(StepSource):
