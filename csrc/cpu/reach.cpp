@@ -27,7 +27,7 @@ float widened(const void* from, Type type, int64_t at) {
 
 // Scratch of one thread.
 struct Scratch {
-  std::vector<float> query, products, scores;
+  std::vector<float> query, logits, scores;
   std::vector<int32_t> places, order, free;
   std::vector<char> taken;
 };
@@ -41,31 +41,29 @@ const int32_t* numbers_of(const ReachArgs& a, int64_t row) {
 }
 
 // The share of attention that the row's query may pay to each full block, summed up over heads.
-void score(const ReachArgs& a, BoxProducts products, int64_t row, Scratch& s) {
-  const int64_t group = a.heads / a.kv_heads, full = a.full[row], size = 2 * a.dim;
+void score(const ReachArgs& a, BlockLogits block_logits, int64_t row, Scratch& s) {
+  const int64_t group = a.heads / a.index.kv_heads, full = a.full[row], size = 2 * a.dim;
   s.query.resize(group * size);
-  s.products.resize(group * full);
+  s.logits.resize(group * full);
   s.scores.assign(full, 0.f);
   s.places.resize(full);
   const int32_t *numbers = numbers_of(a, row), *written = written_of(a, row);
   for (int64_t n = 0; n < full; ++n)
     s.places[n] = numbers[n] >= 0 ? static_cast<int32_t>(a.pool) + numbers[n] : written[n];
-  const int64_t bytes = a.box_type == Type::f32 ? 4 : 2;
-  for (int64_t head = 0; head < a.kv_heads; ++head) {
+  for (int64_t head = 0; head < a.index.kv_heads; ++head) {
     for (int64_t g = 0; g < group; ++g)
       for (int64_t d = 0; d < a.dim; ++d) {
         const int64_t at = a.queries[row] * a.query_token_stride +
                            (head * group + g) * a.query_head_stride + d;
         const float q = widened(a.query, a.query_type, at) * a.scale;
-        s.query[g * size + d] = std::max(q, 0.f);
+        s.query[g * size + d] = a.index.signs ? q : std::max(q, 0.f);
         s.query[g * size + a.dim + d] = std::min(q, 0.f);
       }
-    const char* boxes = static_cast<const char*>(a.boxes) + head * size * bytes;
-    products(s.query.data(), group, a.dim, boxes, a.box_type, a.kv_heads * size,
-             s.places.data(), full, s.products.data(), full);
+    block_logits(s.query.data(), group, a.dim, a.index, head, a.soft_cap, s.places.data(), full,
+                 s.logits.data(), full);
     for (int64_t g = 0; g < group; ++g) {
-      float* own = s.products.data() + g * full;
-      if (a.soft_cap > 0)
+      float* own = s.logits.data() + g * full;
+      if (a.soft_cap > 0 && !a.index.signs)
         for (int64_t n = 0; n < full; ++n) own[n] = a.soft_cap * std::tanh(own[n] / a.soft_cap);
       const float sink = a.sinks ? a.sinks[head * group + g] : -std::numeric_limits<float>::infinity();
       const float peak = std::max(*std::max_element(own, own + full), sink);
@@ -152,14 +150,14 @@ void check(const ReachArgs& a) {
     for (int64_t n = 0; n < full; ++n)
       if (numbers[n] < -1 || numbers[n] >= a.host_pages || written[n] < 0 ||
           written[n] >= a.cache_pages ||
-          (numbers[n] < 0 ? written[n] : a.pool + numbers[n]) >= a.num_boxes)
-        throw std::invalid_argument("blocks must be in boxes, in the cache and on the host");
+          (numbers[n] < 0 ? written[n] : a.pool + numbers[n]) >= a.index.blocks)
+        throw std::invalid_argument("blocks must be in the index, in the cache and on the host");
   }
 }
 
 }  // namespace
 
-ReachCounts reach(const ReachArgs& a, BoxProducts products, int threads) {
+ReachCounts reach(const ReachArgs& a, BlockLogits block_logits, int threads) {
   check(a);
   int64_t from_host = 0, in_room = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1 && a.rows > 1) reduction(+ : from_host, in_room)
@@ -171,7 +169,7 @@ ReachCounts reach(const ReachArgs& a, BoxProducts products, int threads) {
         name(a, row);
         continue;
       }
-      score(a, products, row, s);
+      score(a, block_logits, row, s);
       s.order.resize(a.end[row] - a.first[row]);
       std::iota(s.order.begin(), s.order.end(), a.first[row]);
       // The best ones, of equal ones the oldest.

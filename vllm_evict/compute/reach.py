@@ -1,8 +1,9 @@
 """Layers reach blocks of the host: prompts read all of them, and each layer of a decode those that its query wants.
 
 A request over its budget has sinks, a room and recent blocks on the device, and all blocks after its sinks on the host.
-The room is a run of its blocks whose content differs from layer to layer: what the layer has read last. A box of keys
-stands for each full block, wherever it lives (Quest: Tang et al., ICML 2024, arXiv:2406.10774). Before a layer decodes,
+The room is a run of its blocks whose content differs from layer to layer: what the layer has read last. An index stands
+for each full block, wherever it lives: signs of its keys (`kernels.signs`), or a box of them (Quest: Tang et al., ICML
+2024, arXiv:2406.10774). Before a layer decodes,
 it scores all full blocks of a row with its own query, brings the best ones into the room, and attends to sinks, best
 blocks and recent blocks. A chunk of a prompt attends to all blocks: those that the device lacks are copied to staging
 pages, which lie behind the pool's.
@@ -28,7 +29,8 @@ from .holes import Start
 from .kernels.bounds import key_bounds
 from .kernels.logits import logits_of
 from .kernels.reach import ReachRows, reach
-from .offload import Offload, empty_bounds
+from .kernels.signs import key_signs
+from .offload import Offload
 from .parts import Room
 from .probes import LayerCall
 from .shape import Shape
@@ -36,6 +38,9 @@ from .source import Source, StepSource
 from .step_batch import StepBatch
 from .store import Store
 from .transfer import to_device
+
+#: The bits of a NaN in bfloat16.
+NAN = 0x7FC0
 
 
 @dataclass(slots=True)
@@ -71,7 +76,9 @@ class Reach(Source):
     def __init__(self, config: KVPolicyConfig, shape: Shape, store: Store) -> None:
         self._config, self._store, self._device, self.block_size = config, store, shape.device, shape.block_size
         self.staging = staging_blocks(shape.max_model_len, shape.block_size)
-        self._boxes: list[torch.Tensor] = []
+        self._of_keys = key_signs if config.index == "signs" else key_bounds
+        #: Of each layer [blocks of the pool, then of the host; Hkv; X], what stands for them.
+        self._index: list[torch.Tensor] = []
         self._of: dict[str, _Reached] = {}
         #: Rooms of the plan whose copies come next.
         self._rooms: dict[str, RoomOf] = {}
@@ -88,14 +95,14 @@ class Reach(Source):
         #: Of each slot: full blocks when it chose last, and steps that have read the choice; 0: it has to choose.
         self._full, self._steps_of = np.zeros((2, shape.max_requests), np.int32)
         self._steps = 0
-        #: Blocks of the pool, after which come staging pages in the cache, and blocks of the host in `_boxes`.
+        #: Blocks of the pool, after which come staging pages in the cache, and blocks of the host in the index.
         self._pool = 0
         self.counts = Counter[str]()
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the boxes on their device."""
-        return sum(boxes.nbytes for boxes in self._boxes)
+        """Bytes of the index on their device."""
+        return sum(index.nbytes for index in self._index)
 
     @property
     def requests(self) -> Iterable[str]:
@@ -103,9 +110,12 @@ class Reach(Source):
         return self._of.keys()
 
     def allocate(self, room: Room) -> None:
-        """Allocate boxes for all blocks of the pool, and after them for those of the host."""
+        """Allocate the index of all blocks of the pool, and after them for those of the host."""
         self._pool = room.blocks
-        self._boxes = empty_bounds(self._store, room.blocks + room.host_blocks, self._device, "box")
+        none = torch.zeros(0, dtype=torch.int64, device=self._device)
+        empty = [self._of_keys(keys) for keys, _ in self._store.read(none, False)]
+        blocks = room.blocks + room.host_blocks
+        self._index = [each.new_zeros((blocks, *each.shape[1:])) for each in empty]
 
     def begin(self, start: Start) -> None:
         """Forget requests that ended or start over. The next turn of a session goes on with what it has."""
@@ -115,10 +125,10 @@ class Reach(Source):
         self._rooms = start.plan.rooms
 
     def copied(self, copies: Sequence[Copy]) -> None:
-        """Note the blocks that are on the host from now on; their boxes go with them."""
+        """Note the blocks that are on the host from now on; their index goes with them."""
         if poisoned := [self._pool + copy.number for copy in copies if copy.kind == "poison"]:
-            for boxes in self._boxes:
-                boxes[poisoned] = float("nan")
+            for index in self._index:
+                index[poisoned] = float("nan") if index.is_floating_point() else NAN
         spills = [copy for copy in copies if copy.kind == "spill"]
         numbers = self._numbers.numpy()
         for each in spills:
@@ -128,8 +138,8 @@ class Reach(Source):
             self._steps_of[its.slot] = 0
         if spills:
             there, here = (torch.tensor([getattr(copy, name) for copy in spills]) for name in ("physical", "number"))
-            for boxes in self._boxes:
-                boxes[self._pool + here] = boxes[there]
+            for index in self._index:
+                index[self._pool + here] = index[there]
 
     def _new(self, room: RoomOf) -> _Reached:
         if (more := room.blocks - self._held.shape[2]) > 0:
@@ -181,9 +191,9 @@ class Reach(Source):
         return ReachStep(self, np.array(rows, np.int64), filled, batch)
 
     def fill(self, call: LayerCall, filled: torch.Tensor) -> None:
-        """Compute the boxes of blocks that the step has filled, in one layer."""
+        """Compute the index of blocks that the step has filled, in one layer."""
         keys, _ = call.ops.read(call.layer, call.kv_cache, filled, False)
-        self._boxes[call.place][filled] = key_bounds(keys)
+        self._index[call.place][filled] = self._of_keys(keys)
 
     def read(self, call: LayerCall, rows: ReachRows, table: torch.Tensor) -> None:
         """Choose what rows read in one layer, bring it to the device, and write it into the table."""
@@ -193,7 +203,7 @@ class Reach(Source):
         from_host, in_room = reach(
             rows,
             call.query,
-            self._boxes[place],
+            self._index[place],
             self._numbers,
             self._held[place],
             self._read[place],
@@ -252,7 +262,7 @@ class ReachStep(StepSource):
         self._lens = batch.lens[:count].index_copy(0, torch.from_numpy(rows), torch.from_numpy(tokens))
 
     def table(self, call: LayerCall) -> tuple[Any, torch.Tensor]:
-        """Compute the boxes of blocks that filled, choose and fetch for the layer; return what it reads."""
+        """Compute the index of blocks that filled, choose and fetch for the layer; return what it reads."""
         if self._filled is not None:
             self._reach.fill(call, self._filled)
         if not len(self.rows):

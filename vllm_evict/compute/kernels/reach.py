@@ -1,6 +1,6 @@
-"""Blocks that one layer of decodes reads, wherever they live: scored by boxes, fetched from the host, named in a table.
+"""Blocks that one layer of decodes reads, wherever they live: scored, fetched from the host, named in a table.
 
-Boxes are Quest's (`bounds`); one choice serves all heads of a layer.
+They are scored by signs of their keys (`signs`) or by Quest's boxes (`bounds`). One choice serves all heads of a layer.
 """
 
 from typing import NamedTuple
@@ -9,6 +9,7 @@ import torch
 
 from .bounds import bound_scores
 from .mass import _C_cpu
+from .signs import sign_scores
 
 
 class ReachRows(NamedTuple):
@@ -26,7 +27,7 @@ class ReachRows(NamedTuple):
         out_rows: row of each request in `written` and in the table.
         chooses: whether it chooses; 0: it reads what it has chosen last, and has started no block since.
         written: int32 [R', W], of each logical block its block of the pool.
-        pool: place in `boxes` of the first host block.
+        pool: place in the index of the first host block.
     """
 
     queries: torch.Tensor
@@ -45,7 +46,7 @@ class ReachRows(NamedTuple):
 def reach(
     rows: ReachRows,
     query: torch.Tensor,
-    boxes: torch.Tensor,
+    index: torch.Tensor,
     numbers: torch.Tensor,
     held: torch.Tensor,
     read: torch.Tensor,
@@ -66,7 +67,8 @@ def reach(
     Args:
         rows: see `ReachRows`.
         query: [T, H, D].
-        boxes: [n, Hkv, 2 * D] of `bounds.key_bounds`: of blocks of the pool, and from `rows.pool` on of the host.
+        index: [n, Hkv, X] of `signs.key_signs`, or of `bounds.key_bounds` as boxes: of blocks of the pool, and from
+            `rows.pool` on of the host.
         numbers: int32 [slots, W], the host block of each logical block; -1: it is in the pool alone.
         held, read: int32 [slots, n], the logical block in each block of the layer's rooms, and the step that read it
             last; both are updated.
@@ -84,14 +86,14 @@ def reach(
         ValueError: a shape is wrong, or an index out of range.
         TypeError: a dtype is wrong.
     """
-    args = rows, query, boxes, numbers, held, read, picked, cache, host, table, scale, soft_cap, sinks, step
+    args = rows, query, index, numbers, held, read, picked, cache, host, table, scale, soft_cap, sinks, step
     return reach_reference(*args) if _C_cpu is None else _C_cpu.reach(*args, isa)
 
 
 def reach_reference(
     rows: ReachRows,
     query: torch.Tensor,
-    boxes: torch.Tensor,
+    index: torch.Tensor,
     numbers: torch.Tensor,
     held: torch.Tensor,
     read: torch.Tensor,
@@ -110,8 +112,9 @@ def reach_reference(
         token, full, first, end, chosen, room, slot, out_row, chooses = (int(each[row]) for each in rows[:9])
         written, on_host = rows.written[out_row], numbers[slot]
         if chooses:
-            own = boxes[torch.where(on_host[:full] >= 0, rows.pool + on_host[:full], written[:full]).long()]
-            scores = bound_scores(query[token : token + 1], own, scale, soft_cap, sinks)[first:end]
+            own = index[torch.where(on_host[:full] >= 0, rows.pool + on_host[:full], written[:full]).long()]
+            score = sign_scores if index.dtype == torch.int16 else bound_scores
+            scores = score(query[token : token + 1], own, scale, soft_cap, sinks)[first:end]
             blocks = (scores.sort(descending=True, stable=True).indices[:chosen] + first).tolist()
             wanted = [block for block in blocks if on_host[block] >= 0]
             places = {int(block): place for place, block in enumerate(held[slot, :room]) if block in wanted}

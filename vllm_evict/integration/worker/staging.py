@@ -38,7 +38,9 @@ def bound_bytes(vllm_config: VllmConfig, config: KVPolicyConfig, block: int) -> 
 
 
 def left_by_reach(vllm_config: VllmConfig, config: KVPolicyConfig, block: int, available: int) -> int:
-    """Return the bytes of `available` that are left for a pool beside staging pages, boxes of keys, and its own boxes.
+    """Return the bytes of `available` that are left for a pool beside staging pages and the index of the pool.
+
+    The index of host blocks lies beside these, in the memory that the host has.
 
     Args:
         block: bytes of a block of the pool.
@@ -48,16 +50,24 @@ def left_by_reach(vllm_config: VllmConfig, config: KVPolicyConfig, block: int, a
     """
     if not config.reaches:
         return available
-    box, blocks = _box_bytes(vllm_config, block), host_blocks(vllm_config, config, block)
     pages = staging_blocks(vllm_config.model_config.max_model_len, vllm_config.cache_config.block_size)
-    left = (available - pages * block - blocks * box) * block // (block + box)
+    left = (available - pages * block) * block // (block + _index_bytes(vllm_config, config, block))
     if left < block:
         raise KVPolicyError(
             f"evict: host: {available} bytes for the KV cache hold no pool beside {pages} staging pages of {block} "
-            f"bytes and boxes of {blocks} host blocks of {box} bytes; set host or --max-model-len to less, or give "
-            "the KV cache more memory"
+            "bytes; expected more; set --max-model-len to less, or give the KV cache more memory"
         )
     return left
+
+
+def _index_bytes(vllm_config: VllmConfig, config: KVPolicyConfig, block: int) -> int:
+    """Return the bytes that stand for a block under `index`."""
+    if config.index == "box":
+        return _box_bytes(vllm_config, block)
+    # A key's signs and its token's scale, and a centre; keys are half of a block.
+    size, dims = vllm_config.cache_config.block_size, vllm_config.model_config.get_head_size()
+    item = 1 if advice.cache_dtype(vllm_config) in CPU_FP8_NAMES else vllm_config.model_config.dtype.itemsize
+    return block * (dims + size * (dims // 16 + 1)) // (size * dims * item)
 
 
 def _box_bytes(vllm_config: VllmConfig, block: int) -> int:
