@@ -1,6 +1,6 @@
 """Counts what layers of decodes read on the host: blocks that were in the room, and that the layer before chose too.
 
-    python benchmarks/reach.py [--budget 0.1] [--output 32]
+    python benchmarks/reach.py [--budget 0.1] [--output 32] [--hold 1]
 
 Questions of the needle tasks about texts of 2,048 tokens on examples/needle/model, one engine. It prints a row for each
 layer: blocks of the host that a decode reads, the share that the step before had in the room, and the share that the
@@ -23,6 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", type=float, default=0.1, help="of the prompt")
     parser.add_argument("--output", type=int, default=32, help="tokens generated for each question")
+    parser.add_argument("--hold", type=int, default=1, help="steps that read one choice; rows count when they choose")
     options = parser.parse_args()
 
     from engines import greedy, make_llm
@@ -42,13 +43,13 @@ def main() -> None:
         its = counts.setdefault(call.place, Counter())
         its.update({name: self.counts[name] - before[name] for name in ("from_host", "in_room")})
         held = self._held[call.place]
-        for slot in rows.slots.tolist():
+        for slot in rows.slots[rows.chooses.bool()].tolist():
             now = set(held[slot].tolist())
             its["like the layer before"] += len(now & chosen.get(slot, now)) if call.place else 0
             chosen[slot] = now
 
     Reach.read = counted
-    policy = {"name": "full", "evict": "host", "host": "1GiB", "budget": options.budget}
+    policy = {"name": "full", "evict": "host", "host": "1GiB", "budget": options.budget, "hold": options.hold}
     policy |= {"sink": 32, "recent": 32, "buffer": 0}
     llm = make_llm(MODEL, policy, dtype="bfloat16", max_model_len=2304, block_size=32, max_num_batched_tokens=512,
                    kv_cache_memory_bytes=256 << 20, max_num_seqs=8, enforce_eager=True)  # fmt: skip

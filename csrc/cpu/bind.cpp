@@ -393,11 +393,11 @@ void resident_view(const Tensor& block_table, const Tensor& seq_lens, int64_t bl
   vllm_evict::resident_view(a, at::get_num_threads());
 }
 
-BoxProducts choose_boxes(const optional<string>& isa) {
+BlockLogits choose_logits(const optional<string>& isa) {
   // The kernels of attention know what this CPU runs.
   const string path = choose_kernel(isa).name;
-  if (avx512_boxes && (path == "amx_bf16" || path.starts_with("avx512"))) return avx512_boxes;
-  return avx2_boxes && path == "avx2" ? avx2_boxes : portable_boxes;
+  if (avx512_logits && (path == "amx_bf16" || path.starts_with("avx512"))) return avx512_logits;
+  return avx2_logits && path == "avx2" ? avx2_logits : portable_logits;
 }
 
 const int32_t* check_ints(const py::handle& rows, const char* name, at::IntArrayRef sizes) {
@@ -408,23 +408,33 @@ const int32_t* check_ints(const py::handle& rows, const char* name, at::IntArray
   return tensor.const_data_ptr<int32_t>();
 }
 
-std::pair<int64_t, int64_t> reach(const py::handle& rows, const Tensor& query, const Tensor& boxes,
-                                  const Tensor& held, const Tensor& read, const Tensor& cache,
-                                  const Tensor& host, const Tensor& table, double scale,
-                                  double soft_cap, const optional<Tensor>& sinks, int64_t step,
+std::pair<int64_t, int64_t> reach(const py::handle& rows, const Tensor& query, const Tensor& index,
+                                  const Tensor& numbers, const Tensor& held, const Tensor& read,
+                                  const Tensor& picked, const Tensor& cache, const Tensor& host,
+                                  const Tensor& table, double scale, double soft_cap,
+                                  const optional<Tensor>& sinks, int64_t step,
                                   const optional<string>& isa) {
   ReachArgs a{};
   a.query_type = check_floats(query, "query");
-  a.box_type = check_floats(boxes, "boxes");
-  require(query.dim() == 3 && query.stride(2) == 1 && boxes.dim() == 3 && boxes.is_contiguous() &&
-              boxes.size(2) == 2 * query.size(2) && query.size(1) % boxes.size(1) == 0 &&
-              query.size(2) % 8 == 0,
-          "query must be [T, H, D], and boxes [n, Hkv, 2 * D], contiguous, with D a multiple of 8");
-  check_tensor(held, "held", at::kInt, 2);
-  check_tensor(read, "read", at::kInt, 2);
-  check_tensor(table, "table", at::kInt, 2);
-  require(held.is_contiguous() && read.is_contiguous() && held.sizes() == read.sizes(),
-          "held and read must be contiguous and of one shape");
+  a.index.signs = index.scalar_type() == at::kShort;
+  if (!a.index.signs) a.index.type = check_floats(index, "index");
+  require(query.dim() == 3 && query.stride(2) == 1 && index.dim() == 3 && index.is_contiguous() &&
+              index.is_cpu() && query.size(1) % index.size(1) == 0 && query.size(2) % 16 == 0,
+          "query must be [T, H, D], D a multiple of 16, and index contiguous, [n, Hkv, X]");
+  a.index.width = index.size(2);
+  a.dim = query.size(2);
+  a.index.block_size = (a.index.width - a.dim) / (a.dim / 16 + 1);
+  require(a.index.width == (a.index.signs ? a.dim + a.index.block_size * (a.dim / 16 + 1) : 2 * a.dim) &&
+              (!a.index.signs || a.index.block_size % 16 == 0),
+          "index must have numbers of boxes or of signs");
+  const auto written = field<Tensor>(rows, "written"), queries = field<Tensor>(rows, "queries");
+  for (auto [tensor, name] : {std::pair{&numbers, "numbers"}, {&held, "held"}, {&read, "read"},
+                              {&picked, "picked"}, {&table, "table"}, {&written, "written"}})
+    check_tensor(*tensor, name, at::kInt, 2);
+  require(numbers.is_contiguous() && held.is_contiguous() && read.is_contiguous() &&
+              picked.is_contiguous() && held.sizes() == read.sizes() &&
+              held.sizes() == picked.sizes() && held.size(0) == numbers.size(0),
+          "numbers, held, read and picked must be contiguous, with a row for each slot");
   require(cache.is_cpu() && host.is_cpu() && cache.scalar_type() == host.scalar_type() &&
               cache.dim() == host.dim() && cache.dim() > 1 &&
               cache.sizes().slice(1) == host.sizes().slice(1) && cache[0].is_contiguous() &&
@@ -432,19 +442,18 @@ std::pair<int64_t, int64_t> reach(const py::handle& rows, const Tensor& query, c
           "cache and host must have pages of one shape and dtype, each contiguous");
   if (sinks) check_tensor(*sinks, "sinks", at::kFloat, 1);
   require(!sinks || sinks->size(0) == query.size(1), "sinks must have H elements");
-  const auto queries = field<Tensor>(rows, "queries"), places = field<Tensor>(rows, "places");
-  require(queries.dim() == 1 && places.dim() == 2, "rows must have queries [R] and places [R, W]");
-  a.rows = queries.size(0);
-  a.width = places.size(1);
-  a.room = held.size(1);
+  a.rows = queries.numel();
   for (auto [to, name] : {std::pair{&a.queries, "queries"}, {&a.full, "full"}, {&a.first, "first"},
-                          {&a.end, "end"}, {&a.chosen, "chosen"}, {&a.slots, "slots"},
-                          {&a.out_rows, "out_rows"}})
+                          {&a.end, "end"}, {&a.chosen, "chosen"}, {&a.rooms, "rooms"},
+                          {&a.slots, "slots"}, {&a.out_rows, "out_rows"},
+                          {&a.chooses, "chooses"}})
     *to = check_ints(rows, name, {a.rows});
-  for (auto [to, name] : {std::pair{&a.places, "places"}, {&a.numbers, "numbers"},
-                          {&a.physical, "physical"}})
-    *to = check_ints(rows, name, {a.rows, a.width});
-  a.rooms = check_ints(rows, "rooms", {a.rows, a.room});
+  a.written = written.const_data_ptr<int32_t>();
+  a.written_stride = written.stride(0);
+  a.written_width = written.size(1);
+  a.numbers = numbers.const_data_ptr<int32_t>();
+  a.width = numbers.size(1);
+  a.pool = field<int64_t>(rows, "pool");
   require(std::all_of(a.queries, a.queries + a.rows,
                       [&](int32_t at) { return at >= 0 && at < query.size(0); }),
           "queries must be tokens of query");
@@ -452,16 +461,17 @@ std::pair<int64_t, int64_t> reach(const py::handle& rows, const Tensor& query, c
   a.query_token_stride = query.stride(0);
   a.query_head_stride = query.stride(1);
   a.heads = query.size(1);
-  a.dim = query.size(2);
-  a.boxes = boxes.const_data_ptr();
-  a.num_boxes = boxes.size(0);
-  a.kv_heads = boxes.size(1);
+  a.index.data = index.const_data_ptr();
+  a.index.blocks = index.size(0);
+  a.index.kv_heads = index.size(1);
   a.scale = static_cast<float>(scale);
   a.soft_cap = static_cast<float>(soft_cap);
   a.sinks = sinks ? sinks->const_data_ptr<float>() : nullptr;
   a.held = held.mutable_data_ptr<int32_t>();
   a.read = read.mutable_data_ptr<int32_t>();
+  a.picked = picked.mutable_data_ptr<int32_t>();
   a.num_slots = held.size(0);
+  a.room = held.size(1);
   a.step = static_cast<int32_t>(step);
   a.cache = static_cast<char*>(cache.mutable_data_ptr());
   a.cache_stride = cache.stride(0) * cache.element_size();
@@ -472,11 +482,11 @@ std::pair<int64_t, int64_t> reach(const py::handle& rows, const Tensor& query, c
   a.page_bytes = cache[0].nbytes();
   a.out = table.mutable_data_ptr<int32_t>();
   a.out_stride = table.stride(0);
-  a.num_out_rows = table.size(0);
+  a.num_out_rows = std::min(table.size(0), written.size(0));
   a.out_width = table.size(1);
-  const BoxProducts products = choose_boxes(isa);
+  const BlockLogits logits = choose_logits(isa);
   py::gil_scoped_release release;
-  const ReachCounts counts = vllm_evict::reach(a, products, at::get_num_threads());
+  const ReachCounts counts = vllm_evict::reach(a, logits, at::get_num_threads());
   return {counts.from_host, counts.in_room};
 }
 

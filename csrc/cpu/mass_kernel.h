@@ -22,48 +22,7 @@
 namespace vllm_evict::ISA {
 namespace {
 
-// Returns b if one of the two is NaN.
-inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
-
-// 2^x for x <= 0, at most 1.3 ulp off; 0 below 2^-126, NaN for NaN.
-inline Vec exp2(Vec x) {
-  const Vec round = splat(12582912.f);  // 1.5 * 2^23
-  const Vec whole = x + round;
-  const Vec part = x - (whole - round);
-  Vec p = part * 0.0013264728f + 0.0096715139f;
-  p = p * part + 0.0555073358f;
-  p = p * part + 0.2402224243f;
-  p = p * part + 0.6931470037f;
-  p = p * part + 1.f;
-  p = (Vec)((WordVec)p + ((WordVec)whole << 23));
-  return x <= -126.f ? Vec{} : p;
-}
-
-// cap * tanh(x / cap), exact to a few ulp of cap; NaN for NaN.
-inline Vec soft_capped(Vec x, float cap) {
-  const WordVec sign = (WordVec)x & 0x80000000u;
-  const Vec magnitude = (Vec)((WordVec)x & 0x7fffffffu);
-  const Vec small = exp2(magnitude * (-2.88539008f / cap));  // e^(-2 |x| / cap)
-  const Vec tanh = (1.f - small) / (1.f + small);
-  return (Vec)((WordVec)(cap * tanh) | sign);
-}
-
 // ---- Lanes across vectors
-
-template <int... I>
-struct Indices {};
-template <int N, int... I>
-struct Count : Count<N - 1, N - 1, I...> {};
-template <int... I>
-struct Count<0, I...> {
-  typedef Indices<I...> Type;
-};
-typedef Count<LANES>::Type Lanes;
-
-template <int... I>
-inline IntVec lane_numbers(Indices<I...>) {
-  return IntVec{I...};
-}
 
 #ifdef __clang__
 #define VLLM_EVICT_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)

@@ -9,27 +9,36 @@
 
 namespace vllm_evict {
 
+// What blocks are scored by (compute/kernels/signs.py and bounds.py): `width` numbers for each KV head
+// of each block, in order.
+struct ReachIndex {
+  const void* data;
+  bool signs;  // words of 16 bits; or boxes of `type`, largest values first
+  Type type;
+  int64_t blocks, kv_heads, width, block_size;
+};
+
 // One layer of one step (compute/kernels/reach.py). Strides count elements.
 struct ReachArgs {
   const void* query;  // [tokens, heads, dim]
   Type query_type;
-  int64_t query_token_stride, query_head_stride, heads, kv_heads, dim;
-  const void* boxes;  // [boxes, kv_heads, 2 * dim], largest values first
-  Type box_type;
-  int64_t num_boxes;
+  int64_t query_token_stride, query_head_stride, heads, dim;
+  ReachIndex index;
   float scale, soft_cap;
   const float* sinks;  // [heads], logits that belong to no block, or null
-  // Of each row: its query; its full blocks; candidates [first, end); how many are chosen; its row
-  // in `held` and in `out`.
-  const int32_t *queries, *full, *first, *end, *chosen, *slots, *out_rows;
-  // [rows, width], of each logical block: place in `boxes`; host block, or -1; block of the pool.
-  const int32_t *places, *numbers, *physical;
-  int64_t rows, width;
-  const int32_t* rooms;  // [rows, room], blocks of the pool, -1 past the end of a room
-  int64_t room;
-  // [slots, room]: logical block in each block of a room; step that read it last.
-  int32_t *held, *read;
-  int64_t num_slots;
+  // Of each row: its query; its full blocks; candidates [first, end); how many are chosen; blocks of
+  // its room; its row in `numbers`, `held`, `read` and `picked`; its row in `written` and `out`;
+  // whether it chooses, or reads what it chose last.
+  const int32_t *queries, *full, *first, *end, *chosen, *rooms, *slots, *out_rows, *chooses;
+  int64_t rows;
+  const int32_t* written;  // [>= rows, written_width], of each logical block its block of the pool
+  int64_t written_stride, written_width;
+  const int32_t* numbers;  // [slots, width], of each logical block its host block, or -1
+  int64_t width;
+  int64_t pool;  // place in the index of host block 0; a block of the pool has its own
+  // [slots, room]: logical block in each block of a room; step that read it last; chosen blocks.
+  int32_t *held, *read, *picked;
+  int64_t num_slots, room;
   int32_t step;
   char* cache;       // pages of the pool
   const char* host;  // pages of the host
@@ -42,15 +51,16 @@ struct ReachCounts {
   int64_t from_host, in_room;
 };
 
-// Writes products[query * stride + n] = q * the larger corner of box n, for boxes at `places`.
-// `query`: floats [count, 2 * dim], positive parts first.
-using BoxProducts = void (*)(const float* query, int64_t count, int64_t dim, const void* boxes,
-                             Type type, int64_t box_stride, const int32_t* places, int64_t num,
-                             float* products, int64_t stride);
+// Writes logits[query * stride + n], what attention one KV head of the block at places[n] may draw.
+// `query`: floats [count, 2 * dim]; for boxes positive parts first, for signs the query first.
+// Logits of boxes are not capped yet.
+using BlockLogits = void (*)(const float* query, int64_t count, int64_t dim, const ReachIndex&,
+                             int64_t head, float soft_cap, const int32_t* places, int64_t num,
+                             float* logits, int64_t stride);
 // Null if the compiler or the architecture lacks the instruction set.
-extern const BoxProducts avx512_boxes, avx2_boxes, portable_boxes;
+extern const BlockLogits avx512_logits, avx2_logits, portable_logits;
 
 // Throws std::invalid_argument, before it writes anything, if an index is out of range.
-ReachCounts reach(const ReachArgs&, BoxProducts, int threads);
+ReachCounts reach(const ReachArgs&, BlockLogits, int threads);
 
 }  // namespace vllm_evict

@@ -12,13 +12,13 @@
 #include "reach_kernel.h"
 
 namespace vllm_evict {
-const BoxProducts avx2_boxes = avx2_reach::box_products;
+const BlockLogits avx2_logits = avx2_reach::block_logits;
 }
 
 #else
 
 namespace vllm_evict {
-const BoxProducts avx2_boxes = nullptr;
+const BlockLogits avx2_logits = nullptr;
 }
 
 #endif

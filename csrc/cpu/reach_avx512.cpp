@@ -12,13 +12,13 @@
 #include "reach_kernel.h"
 
 namespace vllm_evict {
-const BoxProducts avx512_boxes = avx512_reach::box_products;
+const BlockLogits avx512_logits = avx512_reach::block_logits;
 }
 
 #else
 
 namespace vllm_evict {
-const BoxProducts avx512_boxes = nullptr;
+const BlockLogits avx512_logits = nullptr;
 }
 
 #endif

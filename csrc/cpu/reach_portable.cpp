@@ -3,5 +3,5 @@
 #include "reach_kernel.h"
 
 namespace vllm_evict {
-const BoxProducts portable_boxes = portable_reach::box_products;
+const BlockLogits portable_logits = portable_reach::block_logits;
 }

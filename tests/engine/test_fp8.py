@@ -16,6 +16,7 @@ from oracle.tiny import make_tiny_llama
 from parity import assert_like_oracle, assert_tokens_like_oracle, oracle_config
 from test_context import CHUNK, CONTEXT, WINDOW
 from test_oracle_parity import POLICIES
+from test_reach import REACH, assert_reaches_like_dense
 from test_select import CASES as SELECTING
 from test_select import assert_selects_like_dense
 from vllm.model_executor.layers.attention import Attention
@@ -90,6 +91,13 @@ def test_decodes_choose_blocks_by_bounds_of_what_keys_stand_for(fp8_engine, tiny
     for answered in server.answered([(random_prompt(400, 3), {"max_tokens": 40, "logprobs": 0})]):
         chosen += assert_selects_like_dense(tiny, *answered, dense=dense, atol=NOISE, dense_layers=0, **select)
     assert chosen > 20
+    server.assert_nothing_left()
+
+
+def test_decodes_reach_blocks_of_the_host_by_boxes_of_what_keys_stand_for(fp8_engine, tiny):
+    server, dense = fp8_engine(tiny, REACH, "fp8", max_num_batched_tokens=192)
+    ((prompt, output, trace),) = server.answered([(random_prompt(500, 3), {"max_tokens": 60, "logprobs": 0})])
+    assert assert_reaches_like_dense(tiny, prompt, output, trace, 256, dense=dense, atol=NOISE) > 10
     server.assert_nothing_left()
 
 

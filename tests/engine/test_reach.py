@@ -26,14 +26,17 @@ def deep(tmp_path_factory):
     return make_tiny_llama(tmp_path_factory.mktemp("deep"), layers=5)
 
 
-def assert_reaches_like_dense(model, prompt, output, trace, read):
+def assert_reaches_like_dense(model, prompt, output, trace, read, hold=8, index="box", dense=None, atol=2e-3):
     """Log-probabilities of a traced request are those of a dense model that has everything, and chooses for itself.
 
     Returns the number of its choices.
     """
-    dense = DenseLlama(model)
-    chooser = Chooser(dense, select=read, select_sink=32, select_recent=32, dense_layers=0)
+    dense = dense or DenseLlama(model)
+    chooser = Chooser(
+        dense, select=read, select_sink=32, select_recent=32, dense_layers=0, select_every=hold, select_bounds=index
+    )
     tokens, cache, n, gone, logits = [*prompt, *output.outputs[0].token_ids], dense.new_cache(), 0, set(), []
+    before: tuple = ()
     if trace.start:
         dense.forward(tokens[: trace.start], cache, torch.ones(trace.start, trace.start).tril().bool())
         n = trace.start
@@ -41,6 +44,8 @@ def assert_reaches_like_dense(model, prompt, output, trace, read):
         first, n = n, n + count
         mask = torch.arange(n) <= torch.arange(first, n)[:, None]
         if gone:
+            if before != (before := (math.ceil(n / BLOCK), len(gone))):
+                chooser.steps = 0  # a block has begun, or some have moved
             mask = chooser.mask(mask, list(range(math.ceil(n / BLOCK))))
         logits.append(dense.forward(tokens[first:n], cache, mask)[0])
         gone |= set(evicted)
@@ -49,8 +54,20 @@ def assert_reaches_like_dense(model, prompt, output, trace, read):
     want = [
         logprobs[len(prompt) - 1 - trace.start + i, token].item() for i, token in enumerate(output.outputs[0].token_ids)
     ]
-    np.testing.assert_allclose(logprobs_of(output), want, atol=2e-3)
+    np.testing.assert_allclose(logprobs_of(output), want, atol=atol)
     return chooser.chosen
+
+
+def test_memory_beside_the_pool_comes_from_what_the_cache_may_take(engine, deep):
+    """Staging pages, and boxes of the pool; a cache that has no more is refused."""
+    block, memory = 5 * 32 * 2 * 2 * 32 * 4, 16 << 20
+    options = {"model": deep, "blocks": None, "max_model_len": 1024}
+    server = engine({**REACH, "host": 256 * block}, kv_cache_memory_bytes=memory, **options)
+    boxes = (server.all_blocks + 1) * block // 32
+    taken = (server.all_blocks + 1 + 32) * block + boxes
+    assert memory - 2 * block < taken <= memory
+    with pytest.raises(KVPolicyError, match="hold no pool beside 32 staging pages"):
+        engine({**REACH, "host": 256 * block}, kv_cache_memory_bytes=33 * block, **options)
 
 
 def assert_nothing_left(server):
@@ -59,17 +76,19 @@ def assert_nothing_left(server):
     assert not server.scheduler.part(Offloading).pool.used
 
 
-@pytest.mark.both_runners("8")
-@pytest.mark.parametrize("blocks", [8, 5])
-def test_answers_are_those_of_a_dense_model_that_chooses_for_itself(engine, deep, poisoned, blocks):
+@pytest.mark.both_runners("signs-8-8", "box-5-12")
+@pytest.mark.parametrize("index, blocks, hold", [("signs", 8, 8), ("signs", 5, 1), ("box", 5, 1), ("box", 5, 12)])
+def test_answers_are_those_of_a_dense_model_that_chooses_for_itself(engine, deep, poisoned, index, blocks, hold):
     """Three requests in one batch; one is shorter than its budget at first."""
-    server = engine({**REACH, "read": 32 * blocks}, model=deep, max_num_batched_tokens=192)
+    server = engine(
+        {**REACH, "read": 32 * blocks, "hold": hold, "index": index}, model=deep, max_num_batched_tokens=192
+    )
     requests = random_requests((700, 50), (230, 80), (500, 40))
     chosen = 0
     for prompt, output, trace in server.answered(requests):
-        chosen += assert_reaches_like_dense(deep, prompt, output, trace, 32 * blocks)
+        chosen += assert_reaches_like_dense(deep, prompt, output, trace, 32 * blocks, hold, index)
         assert output.kv_usage.peak_resident_blocks <= 8 + 6 + 1
-    assert chosen > 300
+    assert chosen > 300 // hold
     counts = part_of(server.runtime, Reach).counts
     assert counts["from_host"] > counts["in_room"] > 0
     assert_nothing_left(server)
@@ -140,6 +159,7 @@ def test_a_host_smaller_than_the_longest_request_is_refused(engine, deep):
     "fields, message",
     [
         ({"read": 512}, "read: .* needs evict: host"),
+        ({"hold": 2}, "hold: .* needs evict: host"),
         ({"evict": "host"}, "needs a size of host memory"),
         ({"evict": "host", "host": "1GiB", "select": 512}, "leave select out"),
         ({"evict": "host", "host": "1GiB", "allow": ["h2o"]}, "leave h2o out"),

@@ -71,6 +71,8 @@ def test_to_dict_is_what_parse_takes_and_json_carries(name):
         "preempt": "recompute",
         "recall_bounds": "sphere",
         "read": 700,
+        "hold": 3,
+        "index": "signs",
     }
     selecting = {"select": 900, "select_every": 2, "select_sink": 32, "select_recent": 60, "filter_layers": [1, 3]}
     selecting |= {"dense_layers": None, "select_bounds": "sphere"}

@@ -4,12 +4,14 @@ import pytest
 import torch
 from test_mass import each_isa
 
+from vllm_evict.compute.kernels.bounds import key_bounds
 from vllm_evict.compute.kernels.reach import ReachRows, reach, reach_reference
+from vllm_evict.compute.kernels.signs import key_signs, sign_scores, signed_keys
 
 ROWS, WIDTH, ROOM, SLOTS, HEADS, KV_HEADS, DIM, POOL, HOST = 5, 40, 9, 8, 8, 2, 48, 300, 60
 
 
-def made(dtype):
+def made(dtype, of_keys=key_bounds):
     """Rows with blocks on the host, in the pool alone, and rooms of several sizes; and the state of a layer."""
     generator = torch.Generator().manual_seed(0)
 
@@ -17,34 +19,40 @@ def made(dtype):
         return torch.randint(least, below, shape, generator=generator, dtype=torch.int32)
 
     full = whole(30, WIDTH, ROWS)
-    numbers = torch.stack([torch.randperm(HOST, generator=generator)[:WIDTH] for _ in range(ROWS)]).int()
+    numbers = torch.stack([torch.randperm(HOST, generator=generator)[:WIDTH] for _ in range(SLOTS)]).int()
     numbers[:, ::7] = -1
-    rooms = torch.randperm(POOL - 1, generator=generator)[: ROWS * ROOM].view(ROWS, ROOM).int() + 1
-    rooms[1, 6:] = -1
-    order = torch.randperm(SLOTS, generator=generator)[:ROWS].int()
-    known = whole(0, 7, ROWS), full, whole(0, 3, ROWS), full - whole(0, 3, ROWS), whole(3, 7, ROWS), order, order
-    rows = ReachRows(*known, whole(0, POOL, ROWS, WIDTH), numbers, whole(0, POOL, ROWS, WIDTH), rooms)
-    high = torch.randn(POOL, KV_HEADS, DIM, generator=generator)
-    low = high - torch.randn(POOL, KV_HEADS, DIM, generator=generator).abs()
-    held, read = (torch.full((SLOTS, ROOM), -1, dtype=torch.int32) for _ in range(2))
-    cache, host = (torch.randn(n, KV_HEADS, 16, 2 * DIM, generator=generator).to(dtype) for n in (POOL, HOST))
+    # Each block of the pool once, as rooms are written.
+    written = torch.randperm(POOL + 1, generator=generator)[: ROWS * (WIDTH + 1)].view(ROWS, WIDTH + 1).int()
+    rooms = torch.tensor([9, 6, 9, 8, 7], dtype=torch.int32)
+    slots, out_rows = (torch.randperm(n, generator=generator)[:ROWS].int() for n in (SLOTS, ROWS))
+    known = whole(0, 7, ROWS), full, whole(0, 3, ROWS), full - whole(0, 3, ROWS), whole(3, 7, ROWS), rooms
+    rows = ReachRows(*known, slots, out_rows, torch.ones(ROWS, dtype=torch.int32), written, POOL + 1)
+    keys = torch.randn(POOL + 1 + HOST, KV_HEADS, 32, DIM, generator=generator).to(dtype)
+    state = [torch.full((SLOTS, ROOM), -1, dtype=torch.int32) for _ in range(3)]
+    cache, host = (torch.randn(n, KV_HEADS, 16, 2 * DIM, generator=generator).to(dtype) for n in (POOL + 1, HOST))
     table = torch.zeros(SLOTS, WIDTH, dtype=torch.int32)
-    return rows, torch.cat((high, low), -1).to(dtype), [held, read, cache, table], host
+    return rows, of_keys(keys), numbers, [*state, cache, table], host
 
 
 @each_isa
 @pytest.mark.parametrize("soft_cap, sinks", [(0.0, None), (5.0, torch.linspace(-1, 2, HEADS))])
+@pytest.mark.parametrize("of_keys", [key_signs, key_bounds])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_kernel_does_what_plain_torch_does(isa, dtype, soft_cap, sinks):
-    """Several steps: rooms keep what is read again, and the rest is written over what was read longest ago."""
-    rows, boxes, state, host = made(dtype)
+def test_the_kernel_does_what_plain_torch_does(isa, dtype, of_keys, soft_cap, sinks):
+    """Several steps: rooms keep what is read again, and the rest is written over what was read longest ago.
+
+    In odd steps two rows read what they chose before.
+    """
+    rows, index, numbers, state, host = made(dtype, of_keys)
     states = state, [each.clone() for each in state]
     generator, in_room = torch.Generator().manual_seed(1), 0
     for step in range(6):
         query = torch.randn(7, HEADS, DIM, generator=generator).to(dtype)
+        rows.chooses[1:3] = step % 2 == 0
         counts = []
-        for how, (held, read, cache, table) in zip((reach, reach_reference), states):
-            args = rows, query, boxes, held, read, cache, host, table, 0.125, soft_cap, sinks, step
+        for how, (*places, cache, table) in zip((reach, reach_reference), states):
+            table.zero_()
+            args = rows, query, index, numbers, *places, cache, host, table, 0.125, soft_cap, sinks, step
             counts.append(how(*args, isa) if how is reach else how(*args))
         assert counts[0] == counts[1]
         in_room += counts[0][1]
@@ -55,13 +63,41 @@ def test_the_kernel_does_what_plain_torch_does(isa, dtype, soft_cap, sinks):
 @each_isa
 @pytest.mark.parametrize(
     "field, value",
-    [("full", WIDTH + 1), ("chosen", ROOM + 1), ("places", POOL), ("numbers", HOST), ("rooms", POOL), ("queries", 7)],
+    [
+        ("full", WIDTH + 1),
+        ("chosen", ROOM + 1),
+        ("rooms", ROOM + 1),
+        ("written", POOL + 1),
+        ("queries", 7),
+        ("chooses", 0),
+        ("slots", SLOTS),
+        ("out_rows", -1),
+    ],
 )
 def test_rows_out_of_range_are_refused_before_anything_is_written(isa, field, value):
-    rows, boxes, state, host = made(torch.float32)
+    rows, index, numbers, state, host = made(torch.float32)
     before = [each.clone() for each in state]
     getattr(rows, field)[1] = value
     with pytest.raises(ValueError):
-        held, read, cache, table = state
-        reach(rows, torch.randn(7, HEADS, DIM), boxes, held, read, cache, host, table, 0.125, isa=isa)
+        *places, cache, table = state
+        reach(rows, torch.randn(7, HEADS, DIM), index, numbers, *places, cache, host, table, 0.125, isa=isa)
     assert all(torch.equal(one, other) for one, other in zip(state, before))
+
+
+def test_signs_keep_the_direction_of_each_key_from_its_centre():
+    keys = torch.randn(3, 2, 48, 32, generator=torch.Generator().manual_seed(0))
+    taken, centre = signed_keys(key_signs(keys), 32), keys.mean(2, keepdim=True).bfloat16().float()
+    rest = keys - centre
+    want = centre + rest.sign() * rest.abs().mean(-1, keepdim=True).bfloat16().float()
+    torch.testing.assert_close(taken, want, atol=1e-5, rtol=1e-5)
+
+
+def test_scores_are_attention_to_the_keys_that_signs_stand_for():
+    """One head and block at a time."""
+    generator = torch.Generator().manual_seed(0)
+    signs, query = key_signs(torch.randn(5, 2, 16, 32, generator=generator)), torch.randn(1, 4, 32, generator=generator)
+    keys, want = signed_keys(signs, 32), torch.zeros(5)
+    for head in range(4):
+        shares = (keys[:, head // 2] @ query[0, head] * 0.2).flatten().softmax(0)
+        want += shares.view(5, 16).sum(1)
+    torch.testing.assert_close(sign_scores(query, signs, 0.2), want)

@@ -1,8 +1,9 @@
 """Layers reach blocks of the host: prompts read all of them, and each layer of a decode those that its query wants.
 
 A request over its budget has sinks, a room and recent blocks on the device, and all blocks after its sinks on the host.
-The room is a run of its blocks whose content differs from layer to layer: what the layer has read last. A box of keys
-stands for each full block, wherever it lives (Quest: Tang et al., ICML 2024, arXiv:2406.10774). Before a layer decodes,
+The room is a run of its blocks whose content differs from layer to layer: what the layer has read last. An index stands
+for each full block, wherever it lives: signs of its keys (`kernels.signs`), or a box of them (Quest: Tang et al., ICML
+2024, arXiv:2406.10774). Before a layer decodes,
 it scores all full blocks of a row with its own query, brings the best ones into the room, and attends to sinks, best
 blocks and recent blocks. A chunk of a prompt attends to all blocks: those that the device lacks are copied to staging
 pages, which lie behind the pool's.
@@ -28,7 +29,8 @@ from .holes import Start
 from .kernels.bounds import key_bounds
 from .kernels.logits import logits_of
 from .kernels.reach import ReachRows, reach
-from .offload import Offload, empty_bounds
+from .kernels.signs import key_signs
+from .offload import Offload
 from .parts import Room
 from .probes import LayerCall
 from .shape import Shape
@@ -37,22 +39,21 @@ from .step_batch import StepBatch
 from .store import Store
 from .transfer import to_device
 
+#: The bits of a NaN in bfloat16.
+NAN = 0x7FC0
+
 
 @dataclass(slots=True)
 class _Reached:
     """What is known of a request with blocks on the host.
 
     Attributes:
-        slot: its row in arrays of rooms.
+        slot: its row in arrays of slots.
         room: its room.
-        chosen: blocks that a decode chooses.
-        numbers: int32 [blocks], the host block of each logical block; -1: it is in the pool alone.
     """
 
     slot: int
     room: RoomOf
-    chosen: int
-    numbers: np.ndarray
 
 
 class Reach(Source):
@@ -74,24 +75,35 @@ class Reach(Source):
 
     def __init__(self, config: KVPolicyConfig, shape: Shape, store: Store) -> None:
         self._config, self._store, self._device, self.block_size = config, store, shape.device, shape.block_size
-        self._most = shape.max_blocks
         self.staging = staging_blocks(shape.max_model_len, shape.block_size)
-        self._boxes: list[torch.Tensor] = []
+        self._of_keys = key_signs if config.index == "signs" else key_bounds
+        #: Of each layer [blocks of the pool, then of the host; Hkv; X], what stands for them.
+        self._index: list[torch.Tensor] = []
         self._of: dict[str, _Reached] = {}
         #: Rooms of the plan whose copies come next.
         self._rooms: dict[str, RoomOf] = {}
         self._slots = list(range(shape.max_requests))
-        #: int32 [layers, requests, room], the logical block in each block of a room, and the step that read it last.
-        self._held = self._read = torch.full((shape.layers, shape.max_requests, 0), -1, dtype=torch.int32)
+        #: int32 [layers, slots, room], the logical block in each block of a room, the step that read it last, and the
+        #: chosen blocks of the pool.
+        self._held = self._read = self._picked = torch.full(
+            (shape.layers, shape.max_requests, 0), -1, dtype=torch.int32
+        )
+        #: int32 [slots, blocks], the host block of each logical block; -1: it is in the pool alone.
+        self._numbers = torch.full((shape.max_requests, shape.max_blocks), -1, dtype=torch.int32)
+        #: Of each slot [slots, 4]: the first block of its room, its blocks, recent blocks, and blocks that it chooses.
+        self._sizes = np.zeros((shape.max_requests, 4), np.int32)
+        #: Of each slot: full blocks when it chose last, steps that have read the choice (0: it has to choose), and the
+        #: step that chose.
+        self._full, self._steps_of, self._chose = np.zeros((3, shape.max_requests), np.int32)
         self._steps = 0
-        #: Blocks of the pool, after which come staging pages in the cache, and blocks of the host in `_boxes`.
+        #: Blocks of the pool, after which come staging pages in the cache, and blocks of the host in the index.
         self._pool = 0
         self.counts = Counter[str]()
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the boxes on their device."""
-        return sum(boxes.nbytes for boxes in self._boxes)
+        """Bytes of the index on their device."""
+        return sum(index.nbytes for index in self._index)
 
     @property
     def requests(self) -> Iterable[str]:
@@ -99,9 +111,12 @@ class Reach(Source):
         return self._of.keys()
 
     def allocate(self, room: Room) -> None:
-        """Allocate boxes for all blocks of the pool, and after them for those of the host."""
+        """Allocate the index of all blocks of the pool, and after them for those of the host."""
         self._pool = room.blocks
-        self._boxes = empty_bounds(self._store, room.blocks + room.host_blocks, self._device, "box")
+        none = torch.zeros(0, dtype=torch.int64, device=self._device)
+        empty = [self._of_keys(keys) for keys, _ in self._store.read(none, False)]
+        blocks = room.blocks + room.host_blocks
+        self._index = [each.new_zeros((blocks, *each.shape[1:])) for each in empty]
 
     def begin(self, start: Start) -> None:
         """Forget requests that ended or start over. The next turn of a session goes on with what it has."""
@@ -111,27 +126,33 @@ class Reach(Source):
         self._rooms = start.plan.rooms
 
     def copied(self, copies: Sequence[Copy]) -> None:
-        """Note the blocks that are on the host from now on; their boxes go with them."""
+        """Note the blocks that are on the host from now on; their index goes with them."""
         if poisoned := [self._pool + copy.number for copy in copies if copy.kind == "poison"]:
-            for boxes in self._boxes:
-                boxes[poisoned] = float("nan")
+            for index in self._index:
+                index[poisoned] = float("nan") if index.is_floating_point() else NAN
         spills = [copy for copy in copies if copy.kind == "spill"]
+        numbers = self._numbers.numpy()
         for each in spills:
             if (its := self._of.get(each.req_id)) is None:
                 its = self._of[each.req_id] = self._new(self._rooms[each.req_id])
-            its.numbers[each.logical] = each.number
+            numbers[its.slot, each.logical] = each.number
+            self._steps_of[its.slot] = 0
         if spills:
-            there, numbers = ([getattr(copy, name) for copy in spills] for name in ("physical", "number"))
-            for boxes in self._boxes:
-                boxes[[self._pool + number for number in numbers]] = boxes[there]
+            there, here = (torch.tensor([getattr(copy, name) for copy in spills]) for name in ("physical", "number"))
+            for index in self._index:
+                index[self._pool + here] = index[there]
 
     def _new(self, room: RoomOf) -> _Reached:
         if (more := room.blocks - self._held.shape[2]) > 0:
-            self._held, self._read = (functional.pad(each, (0, more), value=-1) for each in (self._held, self._read))
+            self._held, self._read, self._picked = (
+                functional.pad(each, (0, more), value=-1) for each in (self._held, self._read, self._picked)
+            )
         slot = self._slots.pop()
         self._held[:, slot] = self._read[:, slot] = -1
+        self._numbers[slot] = -1
         chosen = self._config.chosen(room.blocks, room.first, room.recent, self.block_size)
-        return _Reached(slot, room, chosen, np.full(self._most, -1, np.int32))
+        self._sizes[slot] = room.first, room.blocks, room.recent, chosen
+        return _Reached(slot, room)
 
     def complete(self, batch: StepBatch, table: torch.Tensor, lens: torch.Tensor) -> None:
         """Bring all blocks of the step's prompts to the device, and name them in the table."""
@@ -145,7 +166,8 @@ class Reach(Source):
             its, length = self._of[batch.req_ids[row]], int(batch.seq_lens[row])
             blocks = -(-length // self.block_size)
             its_table = batch.written[row, :blocks].clone()
-            on_host = np.flatnonzero(its.numbers[:blocks] >= 0)
+            its_numbers = self._numbers[its.slot, :blocks].numpy()
+            on_host = np.flatnonzero(its_numbers >= 0)
             room = slice(its.room.first, its.room.first + its.room.blocks)
             absent = on_host[on_host >= room.stop]
             its_table[to_device(absent, self._device)] = torch.arange(
@@ -153,9 +175,10 @@ class Reach(Source):
             )
             free += len(absent)
             pages += its_table[to_device(on_host, self._device)].tolist()
-            numbers += its.numbers[on_host].tolist()
+            numbers += its_numbers[on_host].tolist()
             table[row, :blocks], lens[row], tokens[row] = its_table, length, length
             self._held[:, its.slot, : its.room.blocks] = torch.arange(room.start, room.stop, dtype=torch.int32)
+            self._steps_of[its.slot] = 0
         assert free <= self._pool + self.staging, "prompts of a step need more staging pages than there are"
         batch.resident_tokens, batch.longest = tokens, int(tokens.max())
         self.host.blocks.pages.read(self._store.pages(), pages, numbers)
@@ -169,9 +192,9 @@ class Reach(Source):
         return ReachStep(self, np.array(rows, np.int64), filled, batch)
 
     def fill(self, call: LayerCall, filled: torch.Tensor) -> None:
-        """Compute the boxes of blocks that the step has filled, in one layer."""
+        """Compute the index of blocks that the step has filled, in one layer."""
         keys, _ = call.ops.read(call.layer, call.kv_cache, filled, False)
-        self._boxes[call.place][filled] = key_bounds(keys)
+        self._index[call.place][filled] = self._of_keys(keys)
 
     def read(self, call: LayerCall, rows: ReachRows, table: torch.Tensor) -> None:
         """Choose what rows read in one layer, bring it to the device, and write it into the table."""
@@ -181,9 +204,11 @@ class Reach(Source):
         from_host, in_room = reach(
             rows,
             call.query,
-            self._boxes[place],
+            self._index[place],
+            self._numbers,
             self._held[place],
             self._read[place],
+            self._picked[place],
             call.kv_cache,
             self.host.blocks.pages_of(place),
             table,
@@ -191,50 +216,30 @@ class Reach(Source):
             **logits,
             step=self._steps,
         )
-        self.counts.update(from_host=from_host, in_room=in_room)
+        self.counts["from_host"] += from_host
+        self.counts["in_room"] += in_room
 
     def last_read(self, req_id: str, place: int) -> list[int]:
         """Return the blocks of the host that a request's last decode has read in one layer, ascending."""
         held, read = (each[place, self._of[req_id].slot] for each in (self._held, self._read))
-        return sorted(held[read == self._steps].tolist())
+        return sorted(held[read == int(self._chose[self._of[req_id].slot])].tolist())
 
-    def rows(self, batch: StepBatch, rows: np.ndarray) -> tuple[ReachRows, np.ndarray, np.ndarray]:
-        """Return what the kernel knows of rows that choose, int64 [R].
+    def rows(self, batch: StepBatch, rows: np.ndarray) -> tuple[ReachRows, np.ndarray]:
+        """Return what the kernel knows of rows that read blocks of the host, int64 [R], and the tokens that each reads.
 
-        Returns:
-            The rows; int32 [R, W], the table that layers read, whose entries for chosen blocks are left out; int32 [R],
-            the tokens in it.
+        A row chooses every `hold` steps, when it starts a block, and when blocks of it have moved.
         """
-        reached = [self._of[batch.req_ids[row]] for row in rows]
-        lengths = batch.seq_lens[rows].astype(np.int64)
-        blocks = -(-lengths // self.block_size)
-        first, room, recent = np.array([its.room for its in reached]).T
-        chosen, width = np.array([its.chosen for its in reached]), int(blocks.max())
-        written = batch.written[rows, :width].numpy()
-        numbers = np.stack([its.numbers[:width] for its in reached])
-        offsets = np.arange(self._held.shape[2])
-        rooms = np.take_along_axis(written, np.minimum(first[:, None] + offsets, width - 1), 1)
-        known = (
-            batch.starts[rows],
-            blocks - 1,
-            first,
-            blocks - recent,
-            chosen,
-            np.array([its.slot for its in reached]),
-            rows,
-            np.where(numbers >= 0, self._pool + numbers, written),
-            numbers,
-            written,
-            np.where(offsets < room[:, None], rooms, -1),
-        )
-        # Sinks, chosen blocks, recent blocks.
-        table = np.zeros((len(rows), int((first + chosen + recent).max())), np.int32)
-        for row, (sinks, count, last) in enumerate(zip(first, chosen, recent)):
-            table[row, :sinks] = written[row, :sinks]
-            table[row, sinks + count : sinks + count + last] = written[row, blocks[row] - last : blocks[row]]
-        tokens = (first + chosen + recent - 1) * self.block_size + (lengths - 1) % self.block_size + 1
-        made = (torch.from_numpy(np.ascontiguousarray(each, dtype=np.int32)) for each in known)
-        return ReachRows(*made), table, tokens.astype(np.int32)
+        slots = np.array([self._of[batch.req_ids[row]].slot for row in rows.tolist()])
+        first, room, recent, chosen = self._sizes[slots].T
+        last = batch.seq_lens[rows] - 1
+        full, steps = last // self.block_size, self._steps_of[slots]
+        chooses = (steps % self._config.hold == 0) | (full != self._full[slots])
+        self._full[slots], self._steps_of[slots] = full, np.where(chooses, 1, steps + 1)
+        self._chose[slots[chooses]] = self._steps
+        tokens = (first + chosen + recent - 1) * self.block_size + last % self.block_size + 1
+        known = batch.starts[rows], full, first, full + 1 - recent, chosen, room, slots, rows, chooses
+        made = torch.from_numpy(np.array(known, np.int32)).unbind()
+        return ReachRows._make((*made, batch.written, self._pool)), tokens
 
 
 class ReachStep(StepSource):
@@ -255,16 +260,16 @@ class ReachStep(StepSource):
         self._metadata: tuple[Any, Any] = (None, None)
         if not len(rows):
             return
-        self._rows, read, tokens = reach.rows(batch, rows)
+        self._rows, tokens = reach.rows(batch, rows)
         # Rows beside them that the plugin's kernel attends for have no more blocks than the resident ones.
         count, table = len(batch.resident_tokens), batch.table
-        self._table = torch.zeros((count, max(read.shape[1], table.shape[1])), dtype=torch.int32)
+        width = -(-int(tokens.max()) // reach.block_size)
+        self._table = torch.zeros((count, max(width, table.shape[1])), dtype=torch.int32)
         self._table[:, : table.shape[1]] = table[:count]
-        self._table[rows, : read.shape[1]] = torch.from_numpy(read)
         self._lens = batch.lens[:count].index_copy(0, torch.from_numpy(rows), torch.from_numpy(tokens))
 
     def table(self, call: LayerCall) -> tuple[Any, torch.Tensor]:
-        """Compute the boxes of blocks that filled, choose and fetch for the layer; return what it reads."""
+        """Compute the index of blocks that filled, choose and fetch for the layer; return what it reads."""
         if self._filled is not None:
             self._reach.fill(call, self._filled)
         if not len(self.rows):

@@ -166,6 +166,14 @@ READ = (
         "with `evict: host`: tokens that each layer of a decode attends to, if its request has blocks on the host; 0: "
         "as many as its blocks on the device hold",
     ),
+    Option(
+        "index",
+        Literal["signs", "box"],
+        "box",
+        "with `evict: host`: what layers choose blocks by; `signs`, a bit for each dimension of each key and a scale "
+        "for each token; `box`, the least and the largest value of each dimension",
+    ),
+    Option("hold", whole(1), 8, "with `evict: host`: decode steps that read one choice of such a request"),
 )
 #: Fields of every policy that evicts, with their usual defaults.
 KEEPING = having(

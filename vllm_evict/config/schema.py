@@ -253,8 +253,10 @@ def _keeps_on_the_host(config: KVPolicyConfig) -> None:
         raise ValueError("retrieval: evict: host needs one KV group, and heads are split in several: use evict: drop")
     changed = [option.name for option in TIER if getattr(config, option.name) != option.default]
     if config.evict != "host":
-        if config.read:
-            raise ValueError("read: decodes read blocks of the host by it: it needs evict: host; else use select")
+        if reading := [option.name for option in READ if getattr(config, option.name) != option.default]:
+            raise ValueError(
+                f"{reading[0]}: decodes read blocks of the host by it: it needs evict: host; else use select"
+            )
         if config.keeps_all and (sizes := sorted(config.given & {"budget", "buffer", "sink", "recent"})):
             raise ValueError(f"{sizes[0]}: 'full' keeps everything on the device: it needs evict: host")
         if changed:

@@ -123,7 +123,12 @@ def _latent(rng, sizes):
 def _reach(rng, sizes):
     # The host holds the longest request at least.
     host = rng.choice([LONGEST, 3 * LONGEST // 2, 512]) * sizes["sink"] << 10
-    return {"name": "full", **sizes, "evict": "host", "host": host, "read": rng.choice([0, 4 * sizes["sink"]])}
+    read = {
+        "read": rng.choice([0, 4 * sizes["sink"]]),
+        "hold": rng.choice([1, 3, 8]),
+        "index": rng.choice(["signs", "box"]),
+    }
+    return {"name": "full", **sizes, "evict": "host", "host": host, **read}
 
 
 def _audited(rng, sizes):

@@ -23,7 +23,9 @@ class HostMemory:
         self._tensors = [*self._pages, *host._bounds]
         self._reach = part_of(engine.runtime, Reach)
         if self._reach is not None:
-            self._tensors += [boxes[self._reach._pool :] for boxes in self._reach._boxes]
+            hosts = [index[self._reach._pool :] for index in self._reach._index]
+            # The first numbers of signs are bfloat16.
+            self._tensors += [it if it.is_floating_point() else it.view(torch.bfloat16)[..., :16] for it in hosts]
         if not self.pool.used:
             with torch.inference_mode():
                 for each in self._tensors:

@@ -72,16 +72,30 @@ class Chooser:
             for block in full:
                 of_block = keys[block * BLOCK : (block + 1) * BLOCK, h // group].double()
                 q = query[h].double()
+                if self.bounds == "signs":
+                    bounds.append(torch.logsumexp(_of_signs(of_block) @ q / self.model.head_dim**0.5, 0))
+                    continue
                 if self.bounds != "box":
                     centre = sum(of_block) / len(of_block)
                     radius = max((key - centre).norm() for key in of_block) if self.bounds == "sphere" else 0
                     bounds.append(q @ centre + q.norm() * radius)
                     continue
                 bounds.append(torch.maximum(q * of_block.amax(0), q * of_block.amin(0)).sum())
-            shares += (torch.stack(bounds) / self.model.head_dim**0.5).softmax(0)
+            unit = 1 if self.bounds == "signs" else self.model.head_dim**0.5
+            shares += (torch.stack(bounds) / unit).softmax(0)
         last = len(resident) - self.recent
         order = sorted(range(self.sinks, last), key=lambda place: -shares[place])
         count = self.blocks - self.sinks - self.recent
         kept, other = shares[order[count - 1]].item(), shares[order[count]].item()
         self.closest, self.chosen = min(self.closest, 1 - other / kept), self.chosen + 1
         return sorted(full[place] for place in order[:count])
+
+
+def _of_signs(keys):
+    """Keys [tokens, D] as their signs stand for them, by loops."""
+    centre = (sum(keys) / len(keys)).bfloat16().double()
+    taken = []
+    for key in keys:
+        length = ((key - centre).abs().sum() / len(key)).bfloat16().double()
+        taken.append(centre + length * torch.where(key >= centre, 1.0, -1.0))
+    return torch.stack(taken)

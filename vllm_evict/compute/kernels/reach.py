@@ -1,6 +1,6 @@
-"""Blocks that one layer of decodes reads, wherever they live: scored by boxes, fetched from the host, named in a table.
+"""Blocks that one layer of decodes reads, wherever they live: scored, fetched from the host, named in a table.
 
-Boxes are Quest's (`bounds`); one choice serves all heads of a layer.
+They are scored by signs of their keys (`signs`) or by Quest's boxes (`bounds`). One choice serves all heads of a layer.
 """
 
 from typing import NamedTuple
@@ -9,22 +9,25 @@ import torch
 
 from .bounds import bound_scores
 from .mass import _C_cpu
+from .signs import sign_scores
 
 
 class ReachRows(NamedTuple):
-    """Rows of a step that choose, the same for all layers; int32, contiguous.
+    """Rows of a step that read blocks of the host, the same for all layers.
+
+    All but `written` and `pool` are int32 [R], contiguous.
 
     Attributes:
-        queries: [R], token of each row's query.
-        full: [R], full blocks, which are scored.
-        first, end: [R], the blocks between are candidates.
-        chosen: [R], candidates that a row reads; no more than its room has.
-        slots: [R], row of each request in `held` and `read`.
-        out_rows: [R], row of each request in the table.
-        places: [R, W], of each logical block the place of its box.
-        numbers: [R, W], its block of the host; -1: it is in the pool alone.
-        physical: [R, W], its block of the pool, if it is in the pool alone.
-        rooms: [R, n], blocks of the pool that are each row's room; -1 past its end.
+        queries: token of each row's query.
+        full: full blocks, which are scored; one block follows them, which the step writes.
+        first, end: the blocks between are candidates; the others are always read.
+        chosen: candidates that a row reads; no more than its room has.
+        rooms: blocks of its room, the first ones from `first` on.
+        slots: row of each request in `numbers`, `held`, `read` and `picked`.
+        out_rows: row of each request in `written` and in the table.
+        chooses: whether it chooses; 0: it reads what it has chosen last, and has started no block since.
+        written: int32 [R', W], of each logical block its block of the pool.
+        pool: place in the index of the first host block.
     """
 
     queries: torch.Tensor
@@ -32,20 +35,22 @@ class ReachRows(NamedTuple):
     first: torch.Tensor
     end: torch.Tensor
     chosen: torch.Tensor
+    rooms: torch.Tensor
     slots: torch.Tensor
     out_rows: torch.Tensor
-    places: torch.Tensor
-    numbers: torch.Tensor
-    physical: torch.Tensor
-    rooms: torch.Tensor
+    chooses: torch.Tensor
+    written: torch.Tensor
+    pool: int
 
 
 def reach(
     rows: ReachRows,
     query: torch.Tensor,
-    boxes: torch.Tensor,
+    index: torch.Tensor,
+    numbers: torch.Tensor,
     held: torch.Tensor,
     read: torch.Tensor,
+    picked: torch.Tensor,
     cache: torch.Tensor,
     host: torch.Tensor,
     table: torch.Tensor,
@@ -62,32 +67,37 @@ def reach(
     Args:
         rows: see `ReachRows`.
         query: [T, H, D].
-        boxes: [n, Hkv, 2 * D] of `bounds.key_bounds`.
+        index: [n, Hkv, X] of `signs.key_signs`, or of `bounds.key_bounds` as boxes: of blocks of the pool, and from
+            `rows.pool` on of the host.
+        numbers: int32 [slots, W], the host block of each logical block; -1: it is in the pool alone.
         held, read: int32 [slots, n], the logical block in each block of the layer's rooms, and the step that read it
             last; both are updated.
+        picked: int32 [slots, n], the chosen blocks of the pool, the best one first; updated.
         cache, host: [blocks, ...], pages of the layer in the pool and on the host.
-        table: int32 [R', W'], block table of the layer; entries from `first` on get what the row reads.
+        table: int32 [R', W'], block table of the layer; its rows get what is read.
         scale, soft_cap, sinks: of the layer's attention (see `logits`); sinks are float32 [H].
         step: number of the step, above those before.
         isa: see `mass.block_mass`.
 
     Returns:
-        Blocks of the host that rows read, and how many of them were in the room.
+        Blocks of the host that rows chose, and how many of them were in the room.
 
     Raises:
         ValueError: a shape is wrong, or an index out of range.
         TypeError: a dtype is wrong.
     """
-    args = rows, query, boxes, held, read, cache, host, table, scale, soft_cap, sinks, step
+    args = rows, query, index, numbers, held, read, picked, cache, host, table, scale, soft_cap, sinks, step
     return reach_reference(*args) if _C_cpu is None else _C_cpu.reach(*args, isa)
 
 
 def reach_reference(
     rows: ReachRows,
     query: torch.Tensor,
-    boxes: torch.Tensor,
+    index: torch.Tensor,
+    numbers: torch.Tensor,
     held: torch.Tensor,
     read: torch.Tensor,
+    picked: torch.Tensor,
     cache: torch.Tensor,
     host: torch.Tensor,
     table: torch.Tensor,
@@ -99,21 +109,26 @@ def reach_reference(
     """`reach` in plain torch, row by row."""
     from_host = in_room = 0
     for row in range(len(rows.queries)):
-        token, full, first, end, chosen, slot, out_row = (int(each[row]) for each in rows[:7])
-        own = boxes[rows.places[row, :full].long()]
-        scores = bound_scores(query[token : token + 1], own, scale, soft_cap, sinks)[first:end]
-        blocks = scores.sort(descending=True, stable=True).indices[:chosen] + first
-        room, wanted = rows.rooms[row], [int(block) for block in blocks if rows.numbers[row, block] >= 0]
-        places = {int(block): place for place, block in enumerate(held[slot]) if block in wanted}
-        from_host, in_room = from_host + len(wanted), in_room + len(places)
-        free = [place for place in range(len(room)) if room[place] >= 0 and place not in places.values()]
-        free.sort(key=lambda place: int(read[slot, place]))
-        for block in wanted:
-            if block not in places:
-                places[block] = place = free.pop(0)
-                cache[room[place]] = host[rows.numbers[row, block]]
-                held[slot, place] = block
-            read[slot, places[block]] = step
-        pages = [int(room[places[int(b)]]) if int(b) in places else int(rows.physical[row, b]) for b in blocks]
-        table[out_row, first : first + chosen] = torch.tensor(pages, dtype=torch.int32)
+        token, full, first, end, chosen, room, slot, out_row, chooses = (int(each[row]) for each in rows[:9])
+        written, on_host = rows.written[out_row], numbers[slot]
+        if chooses:
+            own = index[torch.where(on_host[:full] >= 0, rows.pool + on_host[:full], written[:full]).long()]
+            score = sign_scores if index.dtype == torch.int16 else bound_scores
+            scores = score(query[token : token + 1], own, scale, soft_cap, sinks)[first:end]
+            blocks = (scores.sort(descending=True, stable=True).indices[:chosen] + first).tolist()
+            wanted = [block for block in blocks if on_host[block] >= 0]
+            places = {int(block): place for place, block in enumerate(held[slot, :room]) if block in wanted}
+            from_host, in_room = from_host + len(wanted), in_room + len(places)
+            free = [place for place in range(room) if place not in places.values()]
+            free.sort(key=lambda place: int(read[slot, place]))
+            for block in wanted:
+                if block not in places:
+                    places[block] = place = free.pop(0)
+                    cache[written[first + place]] = host[on_host[block]]
+                    held[slot, place] = block
+                read[slot, places[block]] = step
+            at = [first + places[block] if block in places else block for block in blocks]
+            picked[slot, :chosen] = written[at]
+        reads = torch.cat((written[:first], picked[slot, :chosen], written[end : full + 1]))
+        table[out_row, : len(reads)] = reads
     return from_host, in_room

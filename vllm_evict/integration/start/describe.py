@@ -64,9 +64,11 @@ def kernels_line(vllm_config: Any, config: KVPolicyConfig, runtime: "EvictionRun
         line += f"; decodes attend to {blocks} blocks at most, {sinks + recent} of them sinks and recent blocks"
         line += f"; bounds of keys take {-(-bounds // 2**20)} MiB"
     if config.reaches:
-        boxes = sum(group.source.kept_bytes for group in runtime.groups)
+        index = sum(group.source.kept_bytes for group in runtime.groups)
         pages = max(group.source.staging for group in runtime.groups)
-        line += f"; boxes of keys take {-(-boxes // 2**20)} MiB, and prompts {pages} pages behind the pool's blocks"
+        line += (
+            f"; the index of keys takes {-(-index // 2**20)} MiB, and prompts {pages} pages behind the pool's blocks"
+        )
     if measures:
         line += f"; beside {kernel} mass comes from {runtime.ops.beside}"
     if vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():

@@ -18,11 +18,10 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, replace_as
 
-from ...compute.attention.ops import CPU_FP8_NAMES, BackendOps, ops_for
+from ...compute.attention.ops import BackendOps, ops_for
 from ...compute.attention.store import LayerStore
 from ...compute.group import GroupRuntime
 from ...compute.kernel_blocks import whole_blocks
-from ...compute.kernels.bounds import bounds_width
 from ...compute.kernels.rotate import Rotation
 from ...compute.mass import BlockMass
 from ...compute.runtime import EvictionRuntime
@@ -31,7 +30,7 @@ from ...config import STREAMING, KVPolicyConfig, KVPolicyError
 from ...core.layout import Layout
 from ...environment import decode_kernel
 from ...policies import RUNNING
-from ..engine.spec import EvictableSpec, host_blocks, most_blocks
+from ..engine.spec import EvictableSpec, most_blocks
 from ..start import advice, attending, drafters
 from ..start.capabilities import of_layers, refuse
 from ..start.capabilities.features import UNREAD, reads_keys
@@ -458,17 +457,6 @@ def block_bytes(runtime: EvictionRuntime, specs: dict[str, KVCacheSpec]) -> int:
     """Return the bytes of one block of the pool: in all layers, or in one KV group if there are several."""
     pages = [spec.page_size_bytes for spec in specs.values()]
     return runtime.block_bytes or (max(pages) if runtime.pages else sum(pages))
-
-
-def bound_bytes(vllm_config: VllmConfig, config: KVPolicyConfig, block: int) -> int:
-    """Return the bytes on the device of bounds of host blocks' keys; `block`: of a block of the pool."""
-    if config.evict != "host" or config.recall == "none":
-        return 0
-    # Two vectors of a block's keys, which are half of it; of fp8 caches in float32.
-    wide = 4 if advice.cache_dtype(vllm_config) in CPU_FP8_NAMES else 1
-    boxes = wide * host_blocks(vllm_config, config, block) * block // vllm_config.cache_config.block_size
-    dims = vllm_config.model_config.get_head_size()
-    return boxes * bounds_width(config.recall_bounds, dims) // (2 * dims)
 
 
 def warm_up(vllm_config: VllmConfig, runtime: EvictionRuntime, tables: Sequence[torch.Tensor]) -> None:

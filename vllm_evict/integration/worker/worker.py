@@ -22,7 +22,7 @@ from . import layers, runners
 from .ranks import Ranks
 from .reorder import guard_reload, reordering
 from .scored import Scorer, scratch
-from .staging import longer
+from .staging import bound_bytes, left_by_reach, longer
 from .unread import wait_until_read
 
 logger = init_logger("vllm.evict")
@@ -66,8 +66,11 @@ class EvictionWorkerMixin(Base):
         return super().get_kv_cache_spec()
 
     def determine_available_memory(self) -> int:
+        config = policy_config(self.vllm_config)
         if not self.kv_evict.ops.compiles:
-            return super().determine_available_memory()
+            block = layers.block_bytes(self.kv_evict, self.get_kv_cache_spec())
+            available = super().determine_available_memory()
+            return left_by_reach(self.vllm_config, config, block, available)
         self.kv_evict.reserve()
         self._needs = needs(self.kv_evict.groups, *layers.sizes(self.vllm_config))
         if self._scorer is not None:
@@ -76,7 +79,7 @@ class EvictionWorkerMixin(Base):
         with runners.profiling(self.model_runner, self._needs.step, self._needs.between, self.device):
             available = super().determine_available_memory()
         block = layers.block_bytes(self.kv_evict, self.get_kv_cache_spec())
-        available -= layers.bound_bytes(self.vllm_config, policy_config(self.vllm_config), block)
+        available -= bound_bytes(self.vllm_config, config, block)
         return self._needs.left(available, block)
 
     def initialize_from_config(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,0 +1,66 @@
+"""Signs of a block's keys, and the attention that they let it draw.
+
+A key is taken for its block's centre plus a step in the direction of the signs of what is left, as long as that is on
+average. So a token takes a bit for each dimension and one scale. Such indexes are those of Self-Indexing KVCache
+(arXiv:2603.14224), which centres keys otherwise and quantises their magnitudes too.
+"""
+
+import torch
+
+from .logits import probabilities, soft_capped
+
+#: Tokens whose signs of one dimension are one word.
+WORD = 16
+
+
+def key_signs(keys: torch.Tensor) -> torch.Tensor:
+    """Return the signs of the keys of full blocks.
+
+    Args:
+        keys: [n, Hkv, block_size, D], a multiple of 16 tokens.
+
+    Returns:
+        int16 [n, Hkv, D + block_size + block_size / 16 * D]: the bits of the centre and of each token's scale in
+        bfloat16, then for each 16 tokens and dimension a word, whose bit i is of token i.
+    """
+    wide = keys.float()
+    centre = wide.mean(2).bfloat16()
+    rest = wide - centre.float()[:, :, None]
+    scales = rest.abs().mean(-1).bfloat16()
+    bits = (rest >= 0).int().unflatten(2, (-1, WORD)) << torch.arange(WORD, dtype=torch.int32, device=keys.device)[
+        :, None
+    ]
+    words = bits.sum(3, dtype=torch.int32).to(torch.int16)
+    return torch.cat((centre.view(torch.int16), scales.view(torch.int16), words.flatten(2)), -1)
+
+
+def signed_keys(signs: torch.Tensor, dims: int) -> torch.Tensor:
+    """Return the keys of `dims` dimensions that signs [n, Hkv, X] stand for: float32 [n, Hkv, tokens, D]."""
+    tokens = (signs.shape[2] - dims) // (dims // WORD + 1)
+    centre, scales, words = signs.split((dims, tokens, tokens // WORD * dims), -1)
+    centre, scales = (each.contiguous().view(torch.bfloat16).float() for each in (centre, scales))
+    words = (
+        words.int().unflatten(2, (-1, 1, dims)) >> torch.arange(WORD, dtype=torch.int32, device=signs.device)[:, None]
+    )
+    return centre[:, :, None] + scales[..., None] * ((words & 1).flatten(2, 3) * 2 - 1)
+
+
+def sign_scores(
+    query: torch.Tensor,
+    signs: torch.Tensor,
+    scale: float,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the attention that one query may pay to each block, summed up over heads: float32 [n].
+
+    Args:
+        query: [1, H, D].
+        signs: int16 [n, Hkv, X] of `key_signs`.
+        scale, soft_cap, sinks: as for `bounds.bound_scores`.
+    """
+    keys = signed_keys(signs, query.shape[2])
+    heads = query[0].float().unflatten(0, (keys.shape[1], -1)) * scale  # [Hkv, G, D]
+    logits = soft_capped(torch.einsum("hgd,nhtd->hgnt", heads, keys), soft_cap)
+    own = None if sinks is None else sinks.view(*heads.shape[:2], 1)
+    return probabilities(logits.flatten(2), own).unflatten(2, logits.shape[2:]).sum((0, 1, 3))
