@@ -254,6 +254,11 @@ class Server:
         else:
             reply = self._http.ask(lambda: client.completions.create(**common, prompt=question.prompt), what)
         usage = reply.usage.kv_usage
+        if usage["policy"] != contender.config.name:
+            raise EvalError(
+                f"{self._http.url} served {what} under {usage['policy']!r}; expected {contender.config.name!r}: serve "
+                "without what changes the policy of requests"
+            )
         tokens = reply.usage.prompt_tokens + reply.usage.completion_tokens
         return Held(tokens, usage["budget_tokens"], usage["peak_resident_tokens"])
 

@@ -210,7 +210,10 @@ def tune(
     out: Annotated[Path, typer.Option(help="Results folder; a second run continues a stopped one.")] = Path("tune"),
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer, where a row does not say it.")] = 256,
     batch: Annotated[int, typer.Option(help="Requests at once.")] = 16,
-    chat: Annotated[bool, typer.Option(help="Use the model's chat template for text, if it has one.")] = True,
+    chat: Annotated[
+        bool,
+        typer.Option(help="Use the model's chat template for text, if it has one. A server without one: --no-chat."),
+    ] = True,
     engine_args: Annotated[str, typer.Option(help='More arguments of LLM, as JSON: {"max_model_len": 8192}.')] = "{}",
 ) -> None:
     """Find the smallest budget that keeps a share of the answers to your prompts as full attention gives them.
@@ -267,6 +270,7 @@ def show(
     from .show import page
 
     shown = run(model, config, text, max_tokens, _object(engine_args, "--engine-args"))
+    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page(shown, f"{Path(model).name}, {config.name}, budget {config.budget}"), encoding="utf-8")
     _tell([out], wide_console())
 

@@ -233,7 +233,7 @@ def lines(path: Path) -> Iterator[tuple[int, Row]]:
 def _object(line: str, place: str) -> Row:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise EvalError(f"{place} is not JSON: {error}") from None
     if not isinstance(row, dict):
         raise EvalError(f"{place} is not an object")

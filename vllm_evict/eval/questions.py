@@ -67,15 +67,27 @@ def _question(row: dict[str, Any], place: Place, max_tokens: int) -> Question:
         prompt = place.field(row, "prompt", str, "'prompt' (text) or 'messages' (of a chat)")
         if not prompt.strip():
             raise EvalError(f"{place.words}: its prompt is empty")
+        _check_text(prompt, place)
         return Question(place.words, prompt, most)
     messages = place.field(row, "messages", list)
     for message in messages:
         texts = isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
         if not texts:
             raise EvalError(f"{place.words}: a message got {message!r:.60}; expected a role and a content, both text")
+        _check_text(message["role"] + message["content"], place)
     if not messages:
         raise EvalError(f"{place.words}: its messages are empty")
     return Question(place.words, messages, most)
+
+
+def _check_text(text: str, place: Place) -> None:
+    """Refuse half of a surrogate pair, which JSON can say and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise EvalError(
+            f"{place.words}: character {error.start} is half of one ({text[error.start]!a}); expected Unicode text"
+        ) from None
 
 
 def halves(questions: list[Question]) -> tuple[list[Question], list[Question]]:

@@ -3,12 +3,14 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, pvariance
+from statistics import fmean
 
-from .stats import interval
+from ..core.audit import wilson
 
 #: Of a 95 % interval: standard errors on each side.
 Z = 1.959964
+#: Standard errors that four of five estimates reach: a number of prompts that is needed confirms that often.
+POWER = 0.841621
 #: Budgets that the second half of the prompts may confirm, from the one that the search finds upwards.
 CHAIN = 3
 
@@ -19,9 +21,11 @@ class Figure:
 
     Attributes:
         scores: of each answer, from 0 to 1; answers of requests that lost no block do not count.
+        skipped: answers that were not audited.
     """
 
     scores: tuple[float, ...]
+    skipped: int = 0
 
     @property
     def n(self) -> int:
@@ -34,22 +38,29 @@ class Figure:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 % interval of the mean, by answer: Wilson's if every score is 0 or 1, else by bootstrap."""
-        low, high = interval(self.scores) if self.scores else (0.0, 1.0)
-        return max(low, 0.0), min(high, 1.0)
+        """95 % interval of the mean, Wilson's; it is wider than need be for scores between 0 and 1."""
+        return wilson(sum(self.scores), self.n) if self.scores else (0.0, 1.0)
+
+    @property
+    def lost_nothing(self) -> bool:
+        """Whether no request lost a block, so that no answer can have changed. Answers that were skipped may have."""
+        return not self.scores and not self.skipped
+
+    def meets(self, target: float) -> bool:
+        """Return whether the share is at least the target."""
+        return self.lost_nothing or (self.n > 0 and self.share >= target)
 
     def confirms(self, target: float) -> bool:
         """Return whether the share is at least the target, beyond chance."""
-        return self.interval[0] >= target
+        return self.lost_nothing or self.interval[0] >= target
 
     def needed(self, target: float) -> int | None:
-        """Return how many answers with this share would confirm a target; None if no number would."""
-        if self.share <= target:
+        """Return how many answers with this share confirm a target four times of five; None if no number would."""
+        if not self.n or self.share <= target:
             return None
-        alike = all(score in (0, 1) for score in self.scores)
         # Wilson's bound is at the target where the share is Z standard errors, taken at the target, away from it.
-        variance = target * (1 - target) if alike else pvariance(self.scores)
-        return math.ceil(Z**2 * variance / (self.share - target) ** 2)
+        distance = Z * math.sqrt(target * (1 - target)) + POWER * math.sqrt(self.share * (1 - self.share))
+        return math.ceil((distance / (self.share - target)) ** 2)
 
 
 def smallest(count: int, meets: Callable[[int], bool]) -> int | None:

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from ..config import KVPolicyConfig
 from . import EvalError
 from .audited import MEASURES, Audit, Engine, Server, auditing
-from .backends import check_model, engine_config, model_length
+from .backends import check_model, engine_config, versions
 from .policies import Contender, contenders, servers
 from .prompts import Prompts
 from .questions import Question, halves, load
@@ -63,7 +63,7 @@ class Outcome:
             the search, the largest.
         row: of that budget, on the half that confirms, or that was searched.
         confirmed: whether the half that confirms says that the target is met.
-        needed: prompts with which it would probably say so; None if no number would do, or none is needed.
+        needed: prompts with which it says so four times of five; None if no number would do, or none is needed.
     """
 
     contender: Contender
@@ -104,7 +104,8 @@ class Result:
 
 def figure_of(row: Row, measure: str) -> Figure:
     """Return the scores of answers that lost blocks; of the control, of all answers."""
-    return Figure(tuple(row["kept" if row["part"] == CONTROL else "lost"].get(measure, ())))
+    scores = row["kept" if row["part"] == CONTROL else "lost"].get(measure, ())
+    return Figure(tuple(scores), sum(row["skipped"].values()))
 
 
 def run(plan: Plan, say: Callable[[str], None]) -> Result:
@@ -153,6 +154,10 @@ def check(plan: Plan) -> float:
     if plan.budget_bytes is not None and plan.target is not None:
         raise EvalError(
             "--budget-bytes got a --target too; expected one: the best for so much memory, or the least for it"
+        )
+    if plan.budget_bytes is not None and plan.budget_bytes < 1:
+        raise EvalError(
+            f"--budget-bytes got {plan.budget_bytes}; expected 1 or more, the bytes of a request's KV cache"
         )
     if plan.target is not None and not 0 < plan.target < 1:
         raise EvalError(
@@ -206,10 +211,17 @@ class Tuner:
         self.parts = {CONTROL: questions, SEARCH: search, CONFIRM: confirm}
         prompts = hashlib.sha256("".join(sorted(each.sha256 for each in questions)).encode()).hexdigest()
         #: What all rows of a folder have in common.
-        self._same = {"prompts": prompts, "chat": plan.chat, "engine_args": plan.engine_args, "url": plan.url}
+        self._same = {
+            "prompts": prompts,
+            "chat": plan.chat,
+            "engine_args": plan.engine_args,
+            "url": plan.url,
+            "batch": plan.batch,
+            "versions": {} if plan.url else versions(),
+        }
         self.rows = Rows(plan.out, model, FILE)
         for row in self.rows.rows:
-            if others := [name for name, value in self._same.items() if row["same"][name] != value]:
+            if others := [name for name, value in self._same.items() if row["same"].get(name) != value]:
                 raise EvalError(
                     f"{self.rows.path} was measured with other {', '.join(others)}; expected the same, to go on there: "
                     "give them, or another --out"
@@ -274,11 +286,16 @@ class Tuner:
             say(f"{self.rows.path}: {len(self.rows.rows)} cells are there already")
         with tqdm(unit="prompt", disable=None) as self._bar:
             self._bar.total = len(self.parts[CONTROL])
+            if plan.budget_bytes is not None:
+                self._tokens_of(FULL.label, plan.budget_bytes)  # refused before anything runs
             control = self.measure(FULL, CONTROL)
             self._check_control(control, target)
             outcomes = self._for_bytes(plan.budget_bytes) if plan.budget_bytes is not None else self._all(target)
             self._bar.total = self._bar.n
-        return Result(plan, self.model, target, self.rows.rows, control, outcomes)
+        # The folder may have rows of policies that had the same names.
+        options = {label: tried[0].options for label, tried in self.policies.items()} | {FULL.label: FULL.options}
+        rows = [row for row in self.rows.rows if options.get(row["policy"]) == row["policy_config"]]
+        return Result(plan, self.model, target, rows, control, outcomes)
 
     def _enough(self, target: float) -> bool:
         """Return whether one half of the prompts could confirm the target."""
@@ -317,33 +334,25 @@ class Tuner:
         def figure(index: int, part: str) -> Figure:
             return figure_of(self.measure(tried[index], part), measure)
 
-        found = smallest(len(tried), lambda index: figure(index, SEARCH).share >= target)
+        found = smallest(len(tried), lambda index: figure(index, SEARCH).meets(target))
         if found is None:
             return Outcome(tried[-1], self.measure(tried[-1], SEARCH), False)
         order = chain(found, len(tried)) if self._enough(target) else [found]
-        # A budget at which no request loses a block changes no answer.
-        last = confirmed(order, lambda index: not (at := figure(index, CONFIRM)).n or at.confirms(target))
+        last = confirmed(order, lambda index: figure(index, CONFIRM).confirms(target))
         if last is not None and figure(last, CONFIRM).n:
             return Outcome(tried[last], self.measure(tried[last], CONFIRM), True)
         failed = next((index for index in order if figure(index, CONFIRM).n), order[0])
         row, at = self.measure(tried[failed], CONFIRM), figure(failed, CONFIRM)
         needed = at.needed(target)
         # Of a half, some requests lose nothing.
-        prompts = None if needed is None or not at.n else math.ceil(2 * needed * row["asked"] / at.n)
+        prompts = None if needed is None else math.ceil(2 * needed * row["asked"] / at.n)
         return Outcome(tried[failed], row, False, prompts)
 
     def _for_bytes(self, size: int) -> list[Outcome]:
         """Return each policy at a budget of so many bytes on the half that is searched; the best on the other half."""
         searched = {}
         for label in self.policies:
-            backend = self.backend(label)
-            assert isinstance(backend, Engine)
-            block = backend.about["engine"]["block_size"]
-            tokens = int(size / backend.bytes_per_token) // block * block
-            if not tokens:
-                least = math.ceil(backend.bytes_per_token * block)
-                raise EvalError(f"--budget-bytes got {size}; expected {least:,} or more: a block of {block} tokens")
-            (contender,) = wanted(self.plan, [tokens])[label]
+            (contender,) = wanted(self.plan, [self._tokens_of(label, size)])[label]
             searched[label] = Outcome(contender, self.measure(contender, SEARCH), False)
         best = max(
             searched.values(),
@@ -351,6 +360,17 @@ class Tuner:
         )
         row = self.measure(best.contender, CONFIRM)
         return [Outcome(best.contender, row, False) if each is best else each for each in searched.values()]
+
+    def _tokens_of(self, label: str, size: int) -> int:
+        """Return the budget in tokens, whole blocks of a policy's engine, that takes so many bytes."""
+        backend = self.backend(label)
+        assert isinstance(backend, Engine)
+        block = backend.about["engine"]["block_size"]
+        tokens = int(size / backend.bytes_per_token) // block * block
+        if not tokens:
+            least = math.ceil(backend.bytes_per_token * block)
+            raise EvalError(f"--budget-bytes got {size}; expected {least:,} or more: a block of {block} tokens")
+        return tokens
 
 
 def _served(plan: Plan, questions: list[Question]) -> Tuner:
@@ -371,7 +391,8 @@ def _offline(plan: Plan, questions: list[Question]) -> Tuner:
     assert plan.model is not None
     check_model(plan.model)
     prompts = Prompts(plan.engine_args.get("tokenizer") or plan.model, plan.chat)
-    longest = plan.engine_args.get("max_model_len") or model_length(plan.model) or 1 << 20
+    config = engine_config(plan.model, plan.engine_args)
+    longest = config.model_config.max_model_len
     for each in questions:
         try:
             tokens = len(prompts.sent(each.prompt))
@@ -383,7 +404,6 @@ def _offline(plan: Plan, questions: list[Question]) -> Tuner:
                 "leave the row out, or give fewer --max-tokens, or a larger max_model_len in --engine-args"
             )
     policies = wanted(plan, plan.budgets if plan.budget_bytes is None else [longest])
-    config = engine_config(plan.model, plan.engine_args)
     block_size = config.cache_config.block_size
     # What a policy sees of a prompt depends on its chunks, which are to be those of a server.
     chunks = {"max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens}
