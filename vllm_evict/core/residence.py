@@ -80,7 +80,7 @@ class Residence:
         return self.known - len(self.pool)
 
     @property
-    def gone(self) -> np.ndarray:
+    def absent(self) -> np.ndarray:
         """Blocks that are not in the pool: int64 [holes], ascending."""
         return np.setdiff1d(np.arange(self.known), self.pool)
 

@@ -184,7 +184,7 @@ class Audits(Mechanism):
         table = manager.req_to_blocks.get(request.request_id, ())
         kept = kept_label(blocks.evicted_blocks, blocks.held(len(table)), len(table))
         # With token granularity each head has lost tokens of its own.
-        gone = blocks.residence.gone if self._measures and blocks.config.granularity == "block" else None
+        gone = blocks.residence.absent if self._measures and blocks.config.granularity == "block" else None
         answer = Answer(request, blocks.policy, kept, gone, monotonic())
         if (why := "processors" if self._processed else unfit(request)) is not None:
             self._skip(answer, why)
