@@ -87,6 +87,9 @@ def pytest_collection_finish():
         from vllm.model_executor.models import registry
 
         registry._run_in_subprocess = lambda look: look()
+        import engine
+
+        setattr(engine.CpuPlatform, engine.REGISTER, engine._register_kernels_once)
     # A million objects of vLLM's and torch's modules, which the garbage collector traversed half a second each time.
     gc.freeze()
     no_thaw.start()

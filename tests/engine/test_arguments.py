@@ -44,7 +44,12 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
             None, {"speculative_config": NGRAM}, True, marks=pytest.mark.since("0.32", "V2 had no drafters by default")
         ),
         ("h2o", {}, True),
-        ("h2o", {"speculative_config": NGRAM}, False),
+        pytest.param(
+            "h2o",
+            {"speculative_config": NGRAM},
+            True,
+            marks=pytest.mark.since("0.32", "V2 has no drafters under a policy"),
+        ),
         ("sink-window", {"pipeline_parallel_size": 2}, False),
     ],
 )

@@ -4,6 +4,7 @@ that bounds hold."""
 import math
 import re
 from copy import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -315,14 +316,15 @@ def test_a_mass_pass_that_reads_a_freed_block_shows(engine, complaints, monkeypa
         plan = getattr(output, PLAN)
         freed[:] = [block for block in [*freed, *plan.poison] if block not in plan.clean]
 
-    def stale_mass(layer, query, kv_cache, metadata, *rest, **options):
+    def stale_mass(call, measured):
         if freed:
             assert cache[freed[0]].isnan().all()
-            metadata, table = copy(metadata), metadata.block_table.clone()
+            metadata, table = copy(call.metadata), call.metadata.block_table.clone()
             table[0, 1] = freed[0]
             metadata.block_table = table
             stale.append(freed[0])
-        mass(layer, query, kv_cache, metadata, *rest, **options)
+            call = replace(call, metadata=metadata)
+        mass(call, measured)
 
     after(server.scheduler, "schedule", look)
     monkeypatch.setattr(CPUOps, "mass", staticmethod(stale_mass))

@@ -92,13 +92,12 @@ def test_layers_of_unknown_backends_are_refused():
 def test_layers_of_drafters_are_like_those_of_the_model(monkeypatch):
     monkeypatch.setattr(drafters, "Attention", SimpleNamespace)
 
-    def of(name="CPU_ATTN", dtype="auto", window=None, target=None):
+    def of(name="CPU_ATTN", dtype="auto", target=None):
         backend, sharing = SimpleNamespace(get_name=lambda: name), {"kv_sharing_target_layer_name": target}
-        return SimpleNamespace(attn_backend=backend, kv_cache_dtype=dtype, sliding_window=window, **sharing)
+        return SimpleNamespace(attn_backend=backend, kv_cache_dtype=dtype, **sharing)
 
     drafters.check({"draft.0": of()}, of())
     for unlike, message in (
-        (of(window=64), "has a sliding window; expected .*; set another model"),
         (of(target="layers.3"), "reads the cache of layers.3; expected .*; set another model"),
         (of("FLASH_ATTN"), 'has the attention backend FLASH_ATTN; .*; set "attention_backend": "CPU_ATTN"'),
         (of(dtype="fp8"), 'has the KV cache dtype \'fp8\'; .*; set "kv_cache_dtype": "auto"'),
@@ -161,7 +160,7 @@ def test_key_layouts_that_the_score_pass_cannot_read_are_refused(monkeypatch):
     cpu_layer.sliding_window = None
     found = {"layer.2": cpu_layer}
     monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: found)
-    group = SimpleNamespace(decodes=None, block_size=32, source=Source())
+    group = SimpleNamespace(decodes=None, block_size=32, source=Source(), leave_out=lambda kind: None)
     runtime, given = EvictionRuntime([group], ops_for("CPU_ATTN"), names=[["layer.2"]]), kv_cache_of_one_group()
     with pytest.raises(KVPolicyError, match=r"layer.2 packs its keys for 'neon'.*vec.*sink-window"):
         layers.settle(SERVER, KVPolicyConfig.parse(H2O), runtime, given)
@@ -207,7 +206,7 @@ def test_caches_that_a_device_cannot_read_are_refused(monkeypatch, name):
     found = SimpleNamespace(attn_backend=backend, dtype=torch.bfloat16, _q_scale=one, _k_scale=one, _v_scale=one)
     found.sliding_window = None
     monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: {"layer.2": found})
-    group = SimpleNamespace(decodes=None, block_size=32, source=Source())
+    group = SimpleNamespace(decodes=None, block_size=32, source=Source(), leave_out=lambda kind: None)
     runtime, given = EvictionRuntime([group], ops_for(name), names=[["layer.2"]]), kv_cache_of_one_group()
 
     def settle(policy, dtype=torch.bfloat16, named="auto", **changed):

@@ -58,12 +58,10 @@ class Drawn:
         place: of the layer.
     """
 
-    layer = kv_cache = metadata = None
-
     def __init__(self, mass, kv_heads, heads, mass_of=None, place=0):
         self._mass, self.kv_heads, self.place, self.ops = mass, kv_heads, place, self
         self.query = torch.empty(0, heads, 0)
-        self.mass_of = lambda layer, query, kv_cache, metadata, *asked: mass_of(*asked)
+        self.mass_of = lambda call, *asked: mass_of(*asked)
 
     def on(self, step):
         """Let the step take in the layer."""

@@ -45,13 +45,14 @@ CHOICES = {
     "preempt": ("recompute", "host"),
     "allocate": ("uniform", "pyramid", "ada"),
     **dict.fromkeys(("recall_bounds", "select_bounds"), ("box", "sphere", "mean")),
+    "index": ("box", "signs"),
 }
 #: Field -> least and most of a whole number.
 SIZES = {
     **dict.fromkeys(("buffer", "sink", "recent", "min_prompt"), (0, WHOLE - 1)),
     **dict.fromkeys(("window", "every", "chunk", "kernel", "bands", "recall_every", "recall_blocks"), (1, WHOLE - 1)),
     **dict.fromkeys(("again", "read", "select", "select_sink", "select_recent", "dense_layers"), (0, WHOLE - 1)),
-    "select_every": (1, WHOLE - 1),
+    **dict.fromkeys(("select_every", "hold"), (1, WHOLE - 1)),
     "again_rounds": (1, 9),
     "seed": (0, (1 << 63) - 1),
 }
