@@ -42,6 +42,7 @@ from vllm_evict.integration.engine.tally import COUNTERS
 from vllm_evict.integration.frontend import entrypoints
 from vllm_evict.integration.frontend.usage import watch
 from vllm_evict.integration.start import activation
+from vllm_evict.integration.start.connectors import hands_on
 from vllm_evict.integration.start.late import when_imported
 from vllm_evict.integration.worker.cpu_worker import CPUEvictionWorker
 
@@ -308,6 +309,46 @@ def test_what_is_nothing_of_ours_is_not_said(configured, warned, extra_args):
 def test_a_request_for_a_policy_where_there_is_one_is_not_said(configured, warned):
     entrypoints._check_request(configured(kv_policy="full"), {"kv_policy": "h2o"}, 5000, None)
     assert not warned()
+
+
+NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+OFFLOADS = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+#: Arguments of a request, the server's connector -> what the refusal says.
+MALFORMED = [
+    ("kv_budget", NIXL, "vllm_xargs must be an object, not"),
+    (["kv_budget"], None, "vllm_xargs must be an object, not"),
+    ([], None, "vllm_xargs must be an object, not"),
+    ({"kv_transfer_params": "all"}, NIXL, "kv_transfer_params must be an object, not"),
+    ({"kv_transfer_params": [1]}, None, "kv_transfer_params must be an object, not"),
+    ({"kv_transfer_params": {"do_remote_decode": "false"}}, NIXL, "must be true or false, not"),
+    ({"kv_transfer_params": {"do_remote_decode": [True]}}, NIXL, "must be true or false, not"),
+    ({"kv_transfer_params": {"do_remote_decode": True}}, {**NIXL, "kv_role": "kv_consumer"}, "hands no blocks on"),
+    ({"kv_transfer_params": {"do_remote_decode": True}}, OFFLOADS, "hands no blocks on; .*leave do_remote_decode out"),
+]
+
+
+@pytest.mark.parametrize("extra_args, transfer, message", MALFORMED, ids=str)
+def test_arguments_of_wrong_types_and_blocks_that_go_nowhere_are_refused(configured, extra_args, transfer, message):
+    config = configured(kv_policy="h2o", **({} if transfer is None else {"kv_transfer_config": transfer}))
+    with pytest.raises(VLLMValidationError, match=message):
+        entrypoints._check_request(config, extra_args, 100, None)
+
+
+def test_who_hands_blocks_on(configured):
+    """Where nobody does, a request would keep all its blocks under any policy."""
+    asked = {"do_remote_decode": True}
+    parts = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [OFFLOADS, NIXL]}}
+    for transfer, does in (
+        (NIXL, True),
+        ({**NIXL, **parts}, True),
+        ({**NIXL, "kv_role": "kv_consumer"}, False),
+        (OFFLOADS, False),
+        (None, False),
+    ):
+        config = configured(kv_policy="h2o", kv_transfer_config=transfer)
+        assert hands_on(config, asked) == does and not hands_on(config, {}) and not hands_on(config, None)
+        if does:
+            entrypoints._check_request(config, {"kv_transfer_params": asked}, 100, None)
 
 
 #: Engines, KV groups, tokens of each draft, and the blocks that vLLM's front end knows of -> whether 3,200 tokens fit.

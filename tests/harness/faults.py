@@ -429,7 +429,7 @@ MUTANTS = [
     Mutant(
         "a request whose blocks go to another engine loses some",
         "integration/engine/admission.py",
-        "if scheduler.connector is not None and hands_on(request.kv_transfer_params):",
+        "if hands_on(scheduler.vllm_config, request.kv_transfer_params):",
         "if False:",
         ("handing_on -k whole",),
     ),

@@ -9,6 +9,7 @@ from connector import Shelf, ShelfConnector, prompt_blocks
 from engine import Engine, random_prompt
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
+from vllm.exceptions import VLLMValidationError
 
 BLOCK = 32
 CONSUMER = {"kv_connector": "NixlConnector", "kv_role": "kv_consumer", "kv_load_failure_policy": "recompute"}
@@ -151,6 +152,16 @@ def test_a_request_that_ends_while_its_blocks_come(consumer, prompts):
     held = consumer.held_blocks()
     assert len(held) == sum(-(-len(prompt) // BLOCK) for prompt in prompts[:2])
     assert stays in consumer.run() and len(Shelf.loaded) == 2
+
+
+def test_who_asks_for_a_prefill_is_refused(consumer, prompts):
+    """The role kv_consumer hands nothing on. vLLM's MooncakeConnector ends the engine if it is asked to."""
+    transfer = {"kv_transfer_params": {"do_remote_decode": True}}
+    with pytest.raises(VLLMValidationError, match="do_remote_decode got .* NixlConnector hands no blocks on; expected"):
+        consumer.generate(prompts[:1], max_tokens=1, extra_args=transfer)
+    transfer = {"kv_transfer_params": {"do_remote_prefill": True}}
+    (output,) = consumer.generate(prompts[:1], max_tokens=1, extra_args=transfer)
+    assert len(output.outputs[0].token_ids) == 1
 
 
 def test_what_a_step_in_flight_reads_is_no_place_to_load_into(async_engine, prompts, monkeypatch):

@@ -65,7 +65,7 @@ class Admission:
         scheduler, block_size = self._scheduler, self._managers[0].block_size
         try:
             config = scheduler.kv_policy.for_request(asked, request.num_prompt_tokens, block_size)
-            if scheduler.connector is not None and hands_on(request.kv_transfer_params):
+            if hands_on(scheduler.vllm_config, request.kv_transfer_params):
                 config = KVPolicyConfig(name="full")
             longest = self._hits.longest_table(request)
             room = self._hits.room_for(longest) // len(self._managers)

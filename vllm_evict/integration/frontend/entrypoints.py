@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
@@ -10,7 +10,8 @@ from typing import Any
 from pydantic import BeforeValidator
 
 from ...config import REQUEST_FIELDS, REQUEST_SIZES, KVPolicyConfig, KVPolicyError
-from ..start.connectors import hands_on, prefills_alone
+from ...config.errors import shown
+from ..start.connectors import asks_to_hand_on, hands_on, prefills_alone
 from ..start.late import once
 from .metrics import PrometheusMetrics
 from .usage import show_messages_usage, show_usage, take_more, watch
@@ -40,19 +41,23 @@ def _check_request(vllm_config: Any, extra_args: Any, prompt_len: int, max_token
     """
     from vllm.exceptions import VLLMValidationError
 
-    if not extra_args:
+    if extra_args is None or extra_args == {}:
         return None
-    config = _server_policy(vllm_config)
+    config, is_object = _server_policy(vllm_config), isinstance(extra_args, Mapping)
     if config is None:
-        if not set(extra_args).isdisjoint(REQUEST_FIELDS):
+        if is_object and not extra_args.keys().isdisjoint(REQUEST_FIELDS):
             _warn_without_policy()
         return None
+    if not is_object:
+        raise VLLMValidationError(f"vllm_xargs must be an object, not {shown(extra_args)}", parameter="vllm_xargs")
+    transfer = extra_args.get("kv_transfer_params")
+    _check_transfer(vllm_config, transfer)
     cache, most = vllm_config.cache_config, vllm_config.model_config.max_model_len
     try:
         granted = config.for_request(extra_args, prompt_len, cache.block_size)
         if prefills_alone(vllm_config):
             return config
-        if vllm_config.kv_transfer_config is not None and hands_on(extra_args.get("kv_transfer_params")):
+        if hands_on(vllm_config, transfer):
             granted = KVPolicyConfig(name="full")
         # Blocks are counted for requests that keep everything alone: split heads have to be laid out for that.
         if cache.num_gpu_blocks and granted.limits(cache.block_size, prompt_len) is None:
@@ -63,6 +68,27 @@ def _check_request(vllm_config: Any, extra_args: Any, prompt_len: int, max_token
     except KVPolicyError as error:
         raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
     return config
+
+
+def _check_transfer(vllm_config: Any, params: Any) -> None:
+    """Refuse `kv_transfer_params` of wrong types, and those that ask for what the server's connector cannot do."""
+    from vllm.exceptions import VLLMValidationError
+
+    message, connector = None, getattr(vllm_config.kv_transfer_config, "kv_connector", None)
+    if params is not None and not isinstance(params, Mapping):
+        message = f"kv_transfer_params must be an object, not {shown(params)}"
+    elif params and (asked := params.get("do_remote_decode")) not in (None, True, False):
+        message = f"do_remote_decode in kv_transfer_params must be true or false, not {shown(asked)}"
+    elif (
+        connector and asks_to_hand_on(params) and not hands_on(vllm_config, params) and not prefills_alone(vllm_config)
+    ):
+        message = (
+            f"kv_transfer_params: do_remote_decode got a server whose {connector} hands no blocks on; expected a "
+            "connector that does, in the role kv_producer or kv_both; send the request to a server that has one, or "
+            "leave do_remote_decode out"
+        )
+    if message is not None:
+        raise VLLMValidationError(message, parameter="kv_transfer_params")
 
 
 def _blocks(vllm_config: Any, config: KVPolicyConfig) -> int:

@@ -1,7 +1,12 @@
 """KV connectors beside eviction: which of them are served, and which requests hand their blocks on."""
 
 from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+
+from packaging.version import Version
+
+from ...config import KVPolicyError
 
 #: vLLM's connectors that bring a prompt's blocks from the engine that computed it, and hand blocks on when asked to.
 ARRIVING = (
@@ -12,10 +17,13 @@ ARRIVING = (
     "DecodeBenchConnector",
     "ExampleConnector",
 )
+LMCACHE, SIMPLE = "LMCacheMPConnector", "SimpleCPUOffloadConnector"
 #: vLLM's connectors that keep blocks of the prefix cache in host memory, on disk, or in LMCache's server.
-OFFLOADING = ("OffloadingConnector", "LMCacheMPConnector", "SimpleCPUOffloadConnector")
+OFFLOADING = ("OffloadingConnector", LMCACHE, SIMPLE)
 #: Connectors that are served, alone and in a MultiConnector.
 SERVED = (*ARRIVING, *OFFLOADING)
+#: Those for which vLLM switches its hybrid KV cache manager off.
+ONE_TABLE = ("ExampleConnector", LMCACHE)
 #: What is said of a server that `prefills_alone`.
 PREFILLS = "this server prefills for others (kv_producer): it evicts nothing and runs as stock vLLM"
 
@@ -38,9 +46,51 @@ def each_connector(connector: Any) -> Iterator[Any]:
         yield from each_connector(each)
 
 
-def hands_on(transfer: Any) -> bool:
+def named(vllm_config: Any, connector: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the connector of each one that `each_connector` yields."""
+    names = (each.kv_connector for each in parts(vllm_config.kv_transfer_config))
+    yield from zip(names, each_connector(connector), strict=True)
+
+
+def of_lmcache(part: Any, *names: str) -> str:
+    """Return which of some attributes a part of LMCache's connector has; releases name it differently.
+
+    Raises:
+        KVPolicyError: it has none of them.
+    """
+    if (found := next((name for name in names if hasattr(part, name)), None)) is not None:
+        return found
+    try:
+        release = version("lmcache")
+    except PackageNotFoundError:
+        release = "of an unknown release"
+    raise KVPolicyError(
+        f"{LMCACHE} of LMCache {release} got a {type(part).__name__} without {' and '.join(names)}; expected "
+        f"{' or '.join(names)}, which tells what is stored; install LMCache 0.5.1, or leave --kv-policy out"
+    )
+
+
+def asks_to_hand_on(params: Any) -> bool:
     """Return whether a request's `kv_transfer_params` ask that another engine gets its blocks when it ends."""
-    return isinstance(transfer, Mapping) and bool(transfer.get("do_remote_decode"))
+    return isinstance(params, Mapping) and bool(params.get("do_remote_decode"))
+
+
+def hands_on(vllm_config: Any, params: Any) -> bool:
+    """Return whether another engine gets the blocks of a request with these `kv_transfer_params`.
+
+    Connectors of `ARRIVING` hand blocks on, in another role than kv_consumer. In that role some end the engine if they
+    are asked to.
+    """
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None or transfer.kv_connector is None or not asks_to_hand_on(params):
+        return False
+    roles = [each.kv_role for each in parts(transfer) if each.kv_connector in ARRIVING]
+    return bool(roles) and "kv_consumer" not in roles
+
+
+def all_stores_tested() -> bool:
+    """Return whether tests run connectors of `OFFLOADING` beside windows and others on this vLLM: 0.30 and later."""
+    return bool(Version(version("vllm")) >= Version("0.30"))
 
 
 def prefills_alone(vllm_config: Any) -> bool:
