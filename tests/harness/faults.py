@@ -422,7 +422,7 @@ MUTANTS = [
     Mutant(
         "LMCache stores what was computed over holes",
         "integration/engine/followers.py",
-        "setattr(tracker, counted, sys.maxsize)",
+        "setattr(tracker, counted, STOPPED)",
         "pass",
         ("cache_server -k stock",),
     ),

@@ -1,13 +1,22 @@
 """Blocks that LMCache's server keeps: no block computed over holes, and none that was rewritten before it was copied."""
 
+from types import SimpleNamespace
+
 import cache_server
 import pytest
 from cache_server import BLOCK, PER_CHUNK, CacheServer
 from engine import Engine, exactly, random_prompt
 from test_offloading import ANSWER, H2O, assert_clean, mixed, on
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 
-SERVED = {"kv_transfer_config": {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both"}}
+from vllm_evict.config import KVPolicyError
+from vllm_evict.integration.engine.followers import LMCacheFollower
+from vllm_evict.integration.start.connectors import LMCACHE, of_lmcache
+from vllm_evict.integration.worker import unread
+
+TRANSFER = {"kv_connector": LMCACHE, "kv_role": "kv_both"}
+SERVED = {"kv_transfer_config": TRANSFER}
 CHUNK = PER_CHUNK * BLOCK
 
 
@@ -78,6 +87,38 @@ def test_a_step_waits_for_copies_of_what_its_requests_lose(cached, stock, monkey
     server.assert_nothing_left()
     ensure_kv_transfer_shutdown()
     assert_clean(CacheServer.chunks, stock)
+
+
+def test_a_step_waits_no_longer_than_it_may_for_a_server_that_does_not_answer(cached, monkeypatch, complaints):
+    """vLLM's own adapter does not tell whether the server still answers."""
+    monkeypatch.delattr(cache_server.WorkerAdapter, "is_healthy")
+    monkeypatch.setattr(unread, "LONGEST", 0.05)
+    server = cached(max_model_len=704)
+    CacheServer.delay = 10**12
+    server.add(random_prompt(500, 1), max_tokens=ANSWER)
+    for _ in range(ANSWER + 40):
+        server.drain()
+    ((level, message),) = complaints
+    assert level == "WARNING" and "LMCache's server did not copy blocks of 1 requests within 0.05 s" in message
+    CacheServer.queue[-1]._left = 0  # it answers again
+    server.run()
+    settle(server)
+    server.assert_nothing_left()
+
+
+@pytest.mark.parametrize("which", ["request_trackers", "worker_adapter", "store_futures", "num_stored_blocks"])
+def test_a_connector_that_does_not_tell_what_is_stored_is_refused(which):
+    part = SimpleNamespace(kv_connector=LMCACHE)
+    with pytest.raises(KVPolicyError, match=f"without {which}; expected {which}.*install LMCache .*or leave"):
+        of_lmcache(part, which)
+    scheduler = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=KVTransferConfig(**TRANSFER)))
+    with pytest.raises(KVPolicyError, match="without request_trackers"):
+        LMCacheFollower(scheduler, part)
+    with pytest.raises(KVPolicyError, match="without worker_adapter"):
+        unread.Copies(scheduler.vllm_config, part)
+    part.worker_adapter = SimpleNamespace()
+    with pytest.raises(KVPolicyError, match="without store_futures"):
+        unread.Copies(scheduler.vllm_config, part)
 
 
 def test_hits_are_what_was_computed(cached):

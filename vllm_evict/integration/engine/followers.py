@@ -4,7 +4,6 @@ Blocks that a connector loads are whole and pure, like blocks of a prefix hit. B
 and stay as they are until they are stored.
 """
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ from ...config import KVPolicyConfig
 from ...core.actions import Applied
 from ...core.blocks import RequestBlocks
 from ...core.mechanisms import Mechanism
-from ..start.connectors import each_connector, parts
+from ..start.connectors import LMCACHE, named, of_lmcache
 from .view import EngineView
 
 if TYPE_CHECKING:
@@ -156,12 +155,20 @@ class SimpleFollower(Follower):
                     table[index] = 0
 
 
+#: What a request of `LMCacheFollower` has stored if it is to store nothing more: whole chunks of any size.
+STOPPED = 1 << 62
+
+
 class LMCacheFollower(Follower):
     """Follows vLLM's `LMCacheMPConnector`, by which another process copies what a request computed, after each step.
 
     - A request that lost a block stores nothing more: what follows is impure, and some of what comes before is gone.
     - What it stored may still be copied. A step before which a request loses blocks waits for its copies, on workers.
     """
+
+    def __init__(self, scheduler: EngineView, connector: Any) -> None:
+        super().__init__(scheduler, connector)
+        of_lmcache(connector, "request_trackers")
 
     def lost(self, req_id: str, group: int, blocks: Mapping[int, int], pure_tokens: int) -> None:
         if self._stop(req_id):
@@ -175,17 +182,17 @@ class LMCacheFollower(Follower):
         if (tracker := self._connector.request_trackers.get(req_id)) is None:
             return False
         # Its unit depends on the release: vLLM's own counts blocks, that of LMCache tokens.
-        counted = "num_stored_tokens" if hasattr(tracker, "num_stored_tokens") else "num_stored_blocks"
+        counted = of_lmcache(tracker, "num_stored_tokens", "num_stored_blocks")
         stored = getattr(tracker, counted)
-        setattr(tracker, counted, sys.maxsize)
-        return bool(stored < sys.maxsize)
+        setattr(tracker, counted, STOPPED)
+        return bool(stored < STOPPED)
 
 
 #: vLLM's connectors that store blocks -> what follows them. Others store nothing, or what is whole.
 FOLLOWERS: dict[str, type[Follower]] = {
     "OffloadingConnector": OffloadingFollower,
     "SimpleCPUOffloadConnector": SimpleFollower,
-    "LMCacheMPConnector": LMCacheFollower,
+    LMCACHE: LMCacheFollower,
 }
 
 
@@ -193,6 +200,5 @@ def follow(scheduler: EngineView) -> list[Follower]:
     """Make what follows each connector of a scheduler that stores blocks."""
     if scheduler.connector is None:
         return []
-    settings = parts(scheduler.vllm_config.kv_transfer_config)
-    named = zip((each.kv_connector for each in settings), each_connector(scheduler.connector), strict=True)
-    return [FOLLOWERS[name](scheduler, connector) for name, connector in named if name in FOLLOWERS]
+    found = named(scheduler.vllm_config, scheduler.connector)
+    return [FOLLOWERS[name](scheduler, connector) for name, connector in found if name in FOLLOWERS]

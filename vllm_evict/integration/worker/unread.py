@@ -4,23 +4,54 @@ import time
 from collections.abc import Collection
 from typing import Any
 
-from ..start.connectors import each_connector
+from vllm.logger import init_logger
+
+from ..start.connectors import LMCACHE, named, of_lmcache
+
+logger = init_logger("vllm.evict")
 
 #: Seconds between two looks at copies that are not done. A copy of a chunk takes milliseconds.
 PAUSE = 2e-4
+#: Seconds that a step waits at most. vLLM's own adapter does not tell whether LMCache's server still answers.
+LONGEST = 30.0
 
 
-def wait_until_read(connector: Any, req_ids: Collection[str]) -> None:
-    """Wait until LMCache's server has copied what requests have it store; no longer than it answers.
+class Copies:
+    """Copies that LMCache's server makes of a worker's blocks.
 
     Args:
+        vllm_config: vLLM's configuration.
         connector: the worker's side of vLLM's KV connector.
-        req_ids: the requests.
+
+    Raises:
+        KVPolicyError: LMCache's connector lacks an attribute that tells of its copies.
     """
-    for each in each_connector(connector):
-        if (adapter := getattr(each, "worker_adapter", None)) is not None:
+
+    def __init__(self, vllm_config: Any, connector: Any) -> None:
+        found = [each for name, each in named(vllm_config, connector) if name == LMCACHE]
+        self._adapters = [getattr(each, of_lmcache(each, "worker_adapter")) for each in found]
+        for adapter in self._adapters:
+            of_lmcache(adapter, "store_futures")
+        #: A copy that took longer than a step waits. Until it is done, no step waits.
+        self._late: Any = None
+
+    def wait(self, req_ids: Collection[str]) -> None:
+        """Wait until the server has copied what these requests have it store, as long as it answers."""
+        if self._late is not None and not self._late.query():
+            return
+        self._late, end = None, time.monotonic() + LONGEST
+        for adapter in self._adapters:
             for future in _copies(adapter.store_futures, req_ids):
                 while not future.query() and getattr(adapter, "is_healthy", True):
+                    if time.monotonic() > end:
+                        self._late = future
+                        logger.warning(
+                            "LMCache's server did not copy blocks of %d requests within %g s. The requests lose them, "
+                            "so what the server keeps of the requests may be wrong: restart the server",
+                            len(req_ids),
+                            LONGEST,
+                        )
+                        return
                     time.sleep(PAUSE)
 
 

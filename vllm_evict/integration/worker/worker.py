@@ -23,7 +23,7 @@ from .ranks import Ranks
 from .reorder import guard_reload, reordering
 from .scored import Scorer, scratch
 from .staging import bound_bytes, left_by_reach, longer
-from .unread import wait_until_read
+from .unread import Copies
 
 logger = init_logger("vllm.evict")
 
@@ -40,6 +40,7 @@ class EvictionWorkerMixin(Base):
     _reports: list[Reports] = []
     _trouble: Trouble | None = None
     _copied: Any = None
+    _copies: Copies
     _ranks: Ranks
     _scorer: Scorer | None = None
 
@@ -103,6 +104,8 @@ class EvictionWorkerMixin(Base):
                 path += f".{number}"
             room = room._replace(host_blocks=host_blocks(self.vllm_config, config, block), path=path)
         self.kv_evict.allocate(room, tables)
+        if has_kv_transfer_group():
+            self._copies = Copies(self.vllm_config, get_kv_transfer_group())
         if self.rank == 0:
             backend = layers.backend_name(self.vllm_config)
             logger.info(kernels_line(self.vllm_config, config, self.kv_evict, backend))
@@ -146,7 +149,7 @@ class EvictionWorkerMixin(Base):
             # A connector may still read the blocks that the plan writes. vLLM waits for that too, but after this.
             get_kv_transfer_group().handle_preemptions(scheduler_output.kv_connector_metadata)
         if plan.unread:
-            wait_until_read(get_kv_transfer_group(), plan.unread)
+            self._copies.wait(plan.unread)
         self.kv_evict.rearrange(self._ranks.over_tensors)
         if plan.poison:
             runners.fill_blocks(self.model_runner, plan.poison, float("nan"))
