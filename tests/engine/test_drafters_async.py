@@ -5,8 +5,18 @@ from collections import deque
 import numpy as np
 import pytest
 import torch
-from drafting import MODEL, SERVED, VOCAB, LayeredDrafter, accepted, make_eagle, prompt_of, speculative
-from engine import logprobs_of
+from drafting import (
+    MODEL,
+    SERVED,
+    VOCAB,
+    LayeredDrafter,
+    accepted,
+    make_dflash,
+    make_eagle,
+    prompt_of,
+    speculative,
+)
+from engine import V2, logprobs_of
 from oracle.model import DenseLlama
 from oracle.replay import replay_told
 from oracle.tiny import make_tiny_llama
@@ -44,8 +54,12 @@ def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("drafters")
     model = make_tiny_llama(root / "model", **MODEL)
     small = make_tiny_llama(root / "small", layers=1, heads=4, kv_heads=2, vocab=VOCAB, seed=3)
-    eagle = make_eagle(root / "eagle", model, "eagle")
-    return {None: model, "draft_model": speculative("draft_model", small), "eagle": speculative("eagle", eagle)}
+    return {
+        None: model,
+        "draft_model": speculative("draft_model", small),
+        "eagle": speculative("eagle", make_eagle(root / "eagle", model, "eagle")),
+        "dflash": speculative("dflash", make_dflash(root / "dflash", model)),
+    }
 
 
 class SpeculativeRecorder(Recorder):
@@ -97,6 +111,13 @@ class SpeculativeRecorder(Recorder):
 @pytest.mark.parametrize("name", POLICIES)
 def test_holes_that_come_a_step_late_match_the_dense_oracle(async_engine, folders, poisoned, name):
     check_late_holes(async_engine, folders[None], folders[DRAFTERS.get(name, "eagle")], name)
+
+
+@pytest.mark.skipif(not V2, reason="served on Model Runner V2 alone")
+@pytest.mark.both_runners
+@pytest.mark.nightly
+def test_late_holes_with_dflash_match_the_dense_oracle(async_engine, folders, poisoned):
+    check_late_holes(async_engine, folders[None], folders["dflash"], "h2o")
 
 
 @pytest.mark.nightly
