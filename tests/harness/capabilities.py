@@ -5,6 +5,7 @@ python tests/harness/capabilities.py
 
 import re
 
+from vllm_evict.integration.start.capabilities import drafting
 from vllm_evict.integration.start.capabilities import environments as of
 from vllm_evict.integration.start.capabilities.environment import Environment
 from vllm_evict.integration.start.capabilities.environments import ENVIRONMENTS
@@ -24,19 +25,23 @@ SHOWN: dict[Environment | Feature, str] = {
     of.DISTANCES: "ALiBi (Bloom, Falcon)",
     of.UNLIKE_HEADS: "layers that differ in KV heads",
     of.UNREAD_HEADS: "heads of other sizes on a GPU (Gemma 4)",
-    of.METHOD: "speculative decoding by DSpark, Medusa, MLP speculators and others",
-    of.OTHER_RUNNER: "speculative decoding by ngram_gpu and DFlash on Model Runner V1, and by all on V2 before vLLM 0.32",
-    of.MANY_DRAFTS: "as many draft tokens as a block has tokens",
-    of.DRAFTER: "drafters with layers",
-    of.ASYNC_DRAFTS: "speculative decoding under async scheduling",
-    of.DRAFTER_BESIDE: "drafters with layers beside latents, states or sliding windows",
-    of.DRAFT_MODEL_BESIDE: "draft models beside latents, states or sliding windows",
-    of.SHARING_DRAFTER: "assistants that read the model's cache (Gemma 4)",
-    of.PARALLEL_DRAFTER: "drafters that draft in parallel",
+    drafting.METHOD: "speculative decoding by DSpark, Medusa, MLP speculators and others",
+    drafting.OTHER_RUNNER: "speculative decoding by ngram_gpu and DFlash on Model Runner V1, and by all on V2 before vLLM 0.32",
+    drafting.MANY_DRAFTS: "as many draft tokens as a block has tokens",
+    drafting.DRAFTER: "drafters with layers",
+    drafting.ASYNC_DRAFTS: "speculative decoding under async scheduling",
+    drafting.DRAFTER_BESIDE: "drafters with layers beside latents, states or sliding windows",
+    drafting.DRAFT_MODEL_BESIDE: "draft models beside latents, states or sliding windows",
+    drafting.SHARING_DRAFTER: "assistants that read the model's cache (Gemma 4)",
+    drafting.PARALLEL_DRAFTER: "drafters that draft in parallel",
+    drafting.DFLASH: "DFlash",
+    drafting.DFLASH_BESIDE: "DFlash beside latents, states or sliding windows",
+    drafting.OTHER_DFLASH: "DFlash drafters of other architectures than DFlashDraftModel (DFlash2, LiLiCorr)",
     of.OTHER_CONNECTOR: "LMCacheConnectorV1, FlexKV, Mooncake's store, HF3FS, MoRIIO, HiSparse and KV connectors of your own",
     of.BOTH_WAYS: "bidirectional_kv_xfer",
     of.CONNECTOR: "KV connectors",
     of.STORING: "OffloadingConnector, LMCacheMPConnector and SimpleCPUOffloadConnector",
+    of.OLD_STORES: "OffloadingConnector, LMCacheMPConnector and SimpleCPUOffloadConnector on vLLM before 0.30",
     of.STORING_ONE_KIND: "OffloadingConnector and LMCacheMPConnector",
     of.ASYNC_CONNECTOR: "KV connectors under async scheduling",
     of.BACKEND: "attention backends that are not [listed](#backends-and-model-runners)",
@@ -48,10 +53,16 @@ SHOWN: dict[Environment | Feature, str] = {
 }
 #: What a user sets, where messages have names that depend on the server.
 INSTEAD: dict[Environment | Feature, str] = {
-    of.DRAFTER_BESIDE: of.DRAFTER.instead,
-    of.DRAFT_MODEL_BESIDE: 'set "method" in --speculative-config to what the message names',
-    of.METHOD: 'set "method" in --speculative-config to one that the message names, or leave --speculative-config out',
-    of.OTHER_RUNNER: 'set "method" in --speculative-config, or VLLM_USE_V2_MODEL_RUNNER, to what the message names',
+    drafting.DFLASH: drafting.DRAFTER.instead,
+    drafting.DRAFTER_BESIDE: drafting.DRAFTER.instead,
+    **dict.fromkeys(
+        (drafting.DRAFT_MODEL_BESIDE, drafting.DFLASH_BESIDE, drafting.OTHER_DFLASH),
+        'set "method" in --speculative-config to what the message names',
+    ),
+    of.OTHER_CONNECTOR: "use a KV connector that the message names, or leave kv_connector_module_path out",
+    of.ONE_TABLE: "leave --disable-hybrid-kv-cache-manager out, or use a KV connector that the message names",
+    drafting.METHOD: 'set "method" in --speculative-config to one that the message names, or leave --speculative-config out',
+    drafting.OTHER_RUNNER: 'set "method" in --speculative-config, or VLLM_USE_V2_MODEL_RUNNER, to what the message names',
     of.BACKEND: "set --attention-backend to one that the message names",
     of.WHOLE_LAYER_BACKEND: "set --attention-backend to FLASH_ATTN or TRITON_ATTN",
     of.FEW_SIZES_BACKEND: "set --attention-backend to what the message names",

@@ -11,7 +11,7 @@ from vllm.config import KVTransferConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_evict.config import KVPolicyConfig
-from vllm_evict.integration.start.capabilities import environments, features, refuse
+from vllm_evict.integration.start.capabilities import drafting, environments, features, refuse
 from vllm_evict.integration.start.capabilities.environment import UNTRIED
 from vllm_evict.integration.start.capabilities.environments import ENVIRONMENTS
 from vllm_evict.integration.start.capabilities.server import Layers, Server
@@ -37,10 +37,9 @@ POLICIES = {
 }
 
 
-def drafts(method, tokens=3, parallel=False):
-    return {
-        "speculative_config": SimpleNamespace(method=method, num_speculative_tokens=tokens, parallel_drafting=parallel)
-    }
+def drafts(method, tokens=3, parallel=False, **fields):
+    settings = dict(method=method, num_speculative_tokens=tokens, parallel_drafting=parallel, **fields)
+    return {"speculative_config": SimpleNamespace(**settings)}
 
 
 def connector(name="NixlConnector", role="kv_consumer", module=None, both_ways=False, parts=()):
@@ -139,19 +138,30 @@ SERVERS = {
         "split tokens kvzip context host path select reach mean audit",
     ),
     "n-grams beside latents and states": ({**drafts("ngram"), **HYBRID, **MLA, **UNCACHED}, ALL),
-    "Gemma 4's assistants": (
-        {
-            "speculative_config": SimpleNamespace(
-                **vars(drafts("mtp")["speculative_config"]), use_gemma4_mtp=lambda: True
-            )
-        },
-        ALL,
-    ),
+    "Gemma 4's assistants": (drafts("mtp", use_gemma4_mtp=lambda: True), ALL),
     "DSpark": ({**drafts("dspark", parallel=True), **V2}, ALL),
     "n-grams on a GPU, on V1": (drafts("ngram_gpu"), ALL),
     "n-grams on a GPU, on V2": ({**drafts("ngram_gpu"), **V2}, "kvzip context host path select reach mean audit"),
     "DFlash on V1": (drafts("dflash", parallel=True), ALL),
-    "DFlash": ({**drafts("dflash", parallel=True), **V2}, "split kvzip context host path select reach mean audit"),
+    "DFlash": (
+        {**drafts("dflash", parallel=True), **V2},
+        "split tokens kvzip context host path select reach mean audit",
+    ),
+    "DFlash beside latents": ({**drafts("dflash", parallel=True), **V2, **MLA}, ALL),
+    "DFlash beside windows": ({**drafts("dflash", parallel=True), **V2, **WINDOWS}, ALL),
+    "DFlash by another architecture": (
+        {
+            **drafts("dflash", parallel=True, draft_model_config=SimpleNamespace(architectures=["DFlash2DraftModel"])),
+            **V2,
+        },
+        ALL,
+    ),
+    "adaptive verification": (drafts("mtp", enable_adaptive_verification=True), ALL),
+    "several MTP modules": (
+        drafts("mtp", use_multi_module_mtp=lambda: True),
+        "split kvzip context host path select reach mean audit",
+    ),
+    "several MTP modules on V2": ({**drafts("mtp", use_multi_module_mtp=lambda: True), **V2}, ALL),
     "another method": (drafts("medusa"), ALL),
     "as many drafts as a block has tokens": (drafts("ngram", 16), ALL),
     "MTP": (drafts("mtp"), "split kvzip context host path select reach mean audit"),
@@ -232,7 +242,7 @@ SERVERS = {
 }
 #: Environments that other tests refuse, because a machine, an executor or a variable makes them.
 ELSEWHERE = {"OLD_GPU", "FP8_ON_OLD_GPU", "BATCH_INVARIANT", "RUST", "OLD_RAY", "SMALL_MACHINE", "V2", "LAUNCHER"}
-ELSEWHERE |= {"FEW_SIZES_BACKEND"}
+ELSEWHERE |= {"FEW_SIZES_BACKEND", "OLD_STORES"}
 
 
 def server_of(changes):
@@ -257,8 +267,54 @@ def test_what_was_refused_by_hand_is_refused_by_the_table(name):
         assert "\n" not in message and not re.search(r"\{(?!\"name\")|, or $|: $|, ,|  ", message), message
 
 
+#: Layers beside plain full attention, or in their place.
+LAYERS = {"plain": {}, "latents": MLA, "states": {**HYBRID, **UNCACHED}, "windows": WINDOWS}
+
+
+def refusals_of(**changes):
+    """Messages that refuse h2o on a server; none if it is served."""
+    try:
+        refuse.check_config(server_of(changes), KVPolicyConfig.parse(H2O))
+    except refuse.Refused as error:
+        return error.messages
+    return ()
+
+
+@pytest.mark.parametrize("runner", [{}, V2], ids=["V1", "V2"])
+@pytest.mark.parametrize("layers", LAYERS)
+def test_methods_and_connectors_that_messages_name_are_served(layers, runner):
+    (message,) = refusals_of(**LAYERS[layers], **runner, **drafts("medusa"))
+    for method in re.search(r"to one of ([\w, ]+), or", message)[1].split(", "):
+        assert not refusals_of(**LAYERS[layers], **runner, **drafts(method, parallel=method == "dflash")), method
+    for other in connector("HF3FSKVConnector"), connector("HF3FSKVConnector", module="mine"):
+        (message,) = refusals_of(**LAYERS[layers], **runner, **other)
+        for name in re.findall(r"\w+Connector\b", message.split(": use ")[1].split(", or Multi")[0]):
+            assert not refusals_of(**LAYERS[layers], **runner, **connector(name, "kv_both")), name
+    if layers in ("states", "windows"):
+        one_table = {"scheduler_config__disable_hybrid_kv_cache_manager": True}
+        message, *_ = refusals_of(**LAYERS[layers], **runner, **one_table, **connector("ExampleConnector"))
+        assert re.search(r"use NixlConnector, .* in place of ExampleConnector, for which vLLM switches it off", message)
+
+
+def test_lmcaches_connector_comes_with_vllm():
+    (message,) = refusals_of(**connector("LMCacheMPConnector", "kv_both", module="lmcache.integration.vllm"))
+    assert ": leave kv_connector_module_path out, or leave --kv-policy out" in message
+
+
+def test_stores_beside_windows_and_others_before_their_tests(monkeypatch):
+    monkeypatch.setattr("vllm_evict.integration.start.connectors.all_stores_tested", lambda: False)
+    simple, parts = "SimpleCPUOffloadConnector", [role_of("NixlConnector"), role_of("OffloadingConnector")]
+    assert not refusals_of(**connector(simple, "kv_both")) and not refusals_of(**connector(), **WINDOWS)
+    several = connector("MultiConnector", "kv_both", parts=parts)
+    (beside,), (together,) = refusals_of(**connector(simple, "kv_both"), **WINDOWS), refusals_of(**several)
+    assert re.search(f"attention and the KV connector {simple} on vLLM before 0.30, which no test runs: leave", beside)
+    assert "MultiConnector and the KV connector OffloadingConnector on vLLM before 0.30" in together
+    (message,) = refusals_of(**connector("HF3FSKVConnector"), **WINDOWS)
+    assert simple not in message and "MultiConnector" not in message
+
+
 def test_every_environment_of_the_table_has_been_met():
-    named = {name: each for name, each in vars(environments).items() if each in ENVIRONMENTS}
+    named = {name: each for name, each in (vars(environments) | vars(drafting)).items() if each in ENVIRONMENTS}
     policies = [KVPolicyConfig.parse(POLICIES[name]) for name in ("split", "audit")]
     servers = [Server(server_of(changes), policy) for changes, _ in SERVERS.values() for policy in policies]
     met = {name for name, each in named.items() if name not in ELSEWHERE and any(map(each.of, servers))}

@@ -163,14 +163,28 @@ def test_some_methods_are_served_on_model_runner_v2_alone(method):
     refuse.check_config(served, h2o)
     drafts.method = "medusa"
     with pytest.raises(
-        KVPolicyError, match="by 'medusa': set .method.* to one of ngram, ngram_gpu, suffix, .*, dflash, or"
+        KVPolicyError, match="by 'medusa': set .method.* to one of ngram, eagle, .*, ngram_gpu, dflash, or"
     ):
         refuse.check_config(served, h2o)
     served.use_v2_model_runner = False
-    with pytest.raises(KVPolicyError, match="one of ngram, suffix, draft_model, eagle, eagle3, mtp, or leave"):
+    with pytest.raises(KVPolicyError, match="one of ngram, eagle, eagle3, mtp, draft_model, suffix, or leave"):
         refuse.check_config(served, h2o)
     drafts.method, drafts.parallel_drafting = "ngram", False
     refuse.check_config(served, h2o)  # the way out
+
+
+def test_the_way_out_of_drafts_on_model_runner_v2_before_they_are_served_there(monkeypatch):
+    monkeypatch.setattr("vllm_evict.integration.start.fallback.drafts_on_v2", lambda: False)
+    served = plain_config()
+    served.use_v2_model_runner = True
+    served.speculative_config = drafts = SimpleNamespace(
+        method="ngram", num_speculative_tokens=3, parallel_drafting=False
+    )
+    with pytest.raises(KVPolicyError, match="by 'ngram' on Model Runner V2.*: set VLLM_USE_V2_MODEL_RUNNER=0, or"):
+        refuse.check_config(served, KVPolicyConfig.parse(H2O))
+    drafts.method = "ngram_gpu"  # which V1 does not serve
+    with pytest.raises(KVPolicyError, match="on Model Runner V2.*: leave --speculative-config out, or leave --kv"):
+        refuse.check_config(served, KVPolicyConfig.parse(H2O))
 
 
 def test_no_selection_on_a_gpu_or_beside_other_layers():

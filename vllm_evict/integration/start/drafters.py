@@ -18,7 +18,7 @@ WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
 #: Methods that are served on Model Runner V2 alone.
 ON_V2 = ("ngram_gpu", "dflash")
 #: Methods whose drafter has layers that the plugin serves.
-WITH_LAYERS = ("draft_model", "eagle", "eagle3", "mtp", *ON_V2[1:])
+WITH_LAYERS = ("draft_model", "eagle", "eagle3", "mtp", "dflash")
 #: Backends of states that take rejected drafts back on vLLM's CPU engine: gated delta rule (Qwen3-Next, Qwen3.5).
 TAKEN_BACK = ("GDN_ATTN",)
 #: Attribute of a drafter's layer. Policies work on layers without it.

@@ -4,6 +4,7 @@
 |---|---|
 | `features` | what a policy may do, a row each, and what a user sets to do without it |
 | `environments` | what a server may be, a row each: what it cannot stand, why, and the way out |
+| `drafting` | rows of servers that draft |
 | `server` | facts of a server, by which rows apply |
 | `refuse` | refuses servers of which two rows do not go together, at configuration and once layers are loaded |
 | `of_layers` | refuses layers by their sizes and attributes, of which no configuration tells |

@@ -1,11 +1,15 @@
-"""What a server may be, and what of a policy or of itself that cannot stand: the table of all refusals."""
+"""What a server may be, and what of a policy or of itself that cannot stand: the table of all refusals.
+
+Rows of servers that draft are in `drafting`.
+"""
 
 import vllm.envs as envs
 from vllm.v1.executor.abstract import Executor
 
 from ....compute.attention.ops import FP8_NAMES, READ_HEADS
-from .. import drafters, versions, windows
-from ..connectors import ARRIVING, OFFLOADING
+from .. import connectors, versions, windows
+from . import drafting
+from .drafting import SPECULATION, V2
 from .environment import UNTRIED, Environment
 from .features import (
     ANY,
@@ -15,7 +19,6 @@ from .features import (
     HOST_PATH,
     KVZIP,
     MAX,
-    MEAN,
     PRESSURE,
     REACH,
     READS,
@@ -24,10 +27,8 @@ from .features import (
     SPLIT,
     TOKENS,
 )
-from .server import FP8_CAPABILITY, NGRAM
+from .server import FP8_CAPABILITY
 
-#: Methods of speculative decoding that are served.
-METHODS = (*drafters.WITHOUT_LAYERS, *drafters.WITH_LAYERS)
 #: The least compute capability that the plugin's kernels were compiled for: older GPUs have too little shared memory.
 LEAST_CAPABILITY = (8, 0)
 
@@ -194,96 +195,6 @@ SHARED = Environment(
     lambda server: server.shares,
     {SPLIT: "which a layer without a cache can't read", **dict.fromkeys((KVZIP, CONTEXT, HOST, SELECT), UNTRIED)},
 )
-LATENT_STATES = Environment(
-    "latents (MLA) beside linear attention", lambda server: server.model.use_mla and server.states, {}
-)
-
-# --- drafts ----------------------------------------------------------------------------------------------------------
-
-V2 = Environment("Model Runner V2", lambda server: server.vllm_config.use_v2_model_runner, {}, "{use_v1}")
-CACHED_STATES = Environment(
-    "prefix caching of states on Model Runner V1",
-    lambda server: server.runner == "V1" and server.model.is_hybrid and server.cache.enable_prefix_caching,
-    {},
-    "set --no-enable-prefix-caching",
-)
-METHOD = Environment(
-    "speculative decoding by {drafts.method!r}",
-    lambda server: server.drafts and server.drafts.method not in METHODS,
-    {ANY: ""},
-    'set "method" in --speculative-config to one of {methods}, or leave --speculative-config out',
-)
-OTHER_RUNNER = Environment(
-    "speculative decoding by {drafts.method!r} on Model Runner {runner}",
-    lambda server: server.drafts and not server.drafts_here,
-    {ANY: UNTRIED},
-    "{other_way_to_draft}",
-)
-SPECULATION = Environment(
-    "speculative decoding",
-    lambda server: server.drafts,
-    {
-        CACHED_STATES: f"{UNTRIED}, since vLLM copies these states by kernels for GPUs",
-        LATENT_STATES: UNTRIED,
-        CONTEXT: "",
-        KVZIP: "which has no drafts for the requests that repeat prompts",
-        MEAN: "where the queries of drafts do not count",
-        HOST: "",
-        SELECT: "",
-    },
-    "leave --speculative-config out",
-)
-DRAFTS_BESIDE_STATES = Environment(
-    "speculative decoding beside states",
-    lambda server: server.drafts and server.states,
-    {TOKENS: UNTRIED},
-    "leave --speculative-config out",
-)
-MANY_DRAFTS = Environment(
-    "{drafts.num_speculative_tokens} draft tokens in blocks of {cache.block_size} tokens",
-    lambda server: server.drafts and 0 < (server.cache.block_size or 0) <= server.drafts.num_speculative_tokens,
-    {ANY: ""},
-    'set "num_speculative_tokens" in --speculative-config to less than {cache.block_size}',
-)
-DRAFT_MODEL_BESIDE = Environment(
-    "a draft model beside {beside}",
-    lambda server: server.drafts and server.drafts.method == "draft_model" and server.beside,
-    {ANY: "which vLLM 0.32.0 gives lengths or blocks that are not its own"},
-    "{other_drafter}",
-)
-DRAFTER = Environment(
-    "speculative decoding by {drafts.method!r}",
-    lambda server: server.drafter,
-    {SPLIT: "which the drafter's layers do not have"},
-    NGRAM,
-)
-ASYNC_DRAFTS = Environment(
-    "speculative decoding by {drafts.method!r} under async scheduling",
-    lambda server: server.drafts and server.scheduler.async_scheduling,
-    {
-        TOKENS: "where the host does not know how many drafts of the step before were accepted, on which depends which "
-        "tokens it compacts",
-    },
-    f"set --no-async-scheduling, or {NGRAM}",
-)
-DRAFTER_BESIDE = Environment(
-    "speculative decoding by {drafts.method!r} beside {beside}",
-    lambda server: server.drafter and server.beside,
-    {TOKENS: UNTRIED},
-    "{ngram_by_token}",
-)
-SHARING_DRAFTER = Environment(
-    "speculative decoding by an assistant that reads the model's cache",
-    lambda server: server.drafts and getattr(server.drafts, "use_gemma4_mtp", bool)(),
-    {ANY: UNTRIED},
-    NGRAM,
-)
-PARALLEL_DRAFTER = Environment(
-    "speculative decoding by {drafts.method!r} in parallel",
-    lambda server: server.drafter and server.drafts.parallel_drafting and server.drafts.method not in drafters.ON_V2,
-    {ANY: UNTRIED},
-    f'leave "parallel_drafting" out of --speculative-config, or {NGRAM}',
-)
 
 # --- connectors ------------------------------------------------------------------------------------------------------
 
@@ -291,7 +202,7 @@ OTHER_CONNECTOR = Environment(
     "the KV connector {other_connector}",
     lambda server: server.other_connector,
     {ANY: "which may store blocks that were computed over holes"},
-    f"use {', '.join(ARRIVING[:4])}, {', '.join(OFFLOADING[:-1])} or {OFFLOADING[-1]}, or MultiConnector of these",
+    "{other_connectors}",
 )
 BOTH_WAYS = Environment(
     "the KV connector {connector} and bidirectional_kv_xfer",
@@ -320,9 +231,21 @@ STORING = Environment(
 )
 STORING_ONE_KIND = Environment(
     "the KV connector {storing}",
-    lambda server: server.storing not in ("", "SimpleCPUOffloadConnector"),
+    lambda server: connectors.all_stores_tested() and server.storing not in ("", connectors.SIMPLE),
     {WINDOWS: UNTRIED},
-    "use SimpleCPUOffloadConnector",
+    f"use {connectors.SIMPLE}",
+)
+SEVERAL = Environment(
+    "MultiConnector",
+    lambda server: server.connector == "MultiConnector",
+    {},
+    "use one KV connector without MultiConnector",
+)
+OLD_STORES = Environment(
+    "the KV connector {storing} on vLLM before 0.30",
+    lambda server: server.storing and not connectors.all_stores_tested(),
+    {WINDOWS: UNTRIED, SEVERAL: UNTRIED},
+    "leave --kv-transfer-config and --kv-offloading-size out",
 )
 ASYNC_CONNECTOR = Environment(
     "the KV connector {connector} under async scheduling",
@@ -362,7 +285,7 @@ ONE_TABLE = Environment(
     "vLLM's hybrid KV cache manager switched off",
     lambda server: server.scheduler.disable_hybrid_kv_cache_manager,
     dict.fromkeys((STATES, WINDOWS), "which leaves all layers one block table"),
-    "leave --disable-hybrid-kv-cache-manager out",
+    "{with_tables}",
 )
 FAST_PREFILL = Environment(
     "fast prefill over shared caches",
@@ -485,8 +408,13 @@ AUDIT = Environment(
     "leave audit out",
 )
 
-#: All of them, in the order of this file, which is that of messages.
-ENVIRONMENTS = tuple(each for each in tuple(globals().values()) if isinstance(each, Environment))
+_ROWS, _DRAFTING = tuple(globals().values()), tuple(vars(drafting).values())
+#: All of them, in the order of messages: those of this file, and those of `drafting`.
+ENVIRONMENTS = tuple(
+    each
+    for each in (*(row for row in _ROWS if row not in (SPECULATION, V2)), *_DRAFTING)
+    if isinstance(each, Environment)
+)
 #: Those of them that depend on the attention backend: another one may not have them.
 OF_BACKENDS = (BACKEND, WHOLE_LAYER_BACKEND, FEW_SIZES_BACKEND)
 #: Those of them that loaded layers may tell of, where a configuration did not.

@@ -1,5 +1,6 @@
 """Facts of a server with a policy, from vLLM's configuration, the platform, and layers once they are loaded."""
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -23,7 +24,12 @@ FP8_CAPABILITY = (8, 9)
 #: Architectures with ALiBi of which vLLM's configuration does not say so.
 ALIBI = ("Step1ForCausalLM",)
 #: What stands beside plain full attention, or in its place -> methods with layers to set in place of a refused one.
-LAYERED = {"latents (MLA)": "mtp or eagle3", "states": "mtp", "sliding windows": "eagle or eagle3"}
+LAYERED: dict[str | None, tuple[str, ...]] = {
+    None: ("eagle", "eagle3", "mtp", "draft_model"),
+    "latents (MLA)": ("mtp", "eagle3"),
+    "states": ("mtp",),
+    "sliding windows": ("eagle", "eagle3"),
+}
 NGRAM = 'set "method": "ngram" in --speculative-config'
 
 
@@ -249,9 +255,9 @@ class Server:
 
     @property
     def methods(self) -> str:
-        """Methods of speculative decoding that are served on the server's model runner."""
-        names = (*drafters.WITHOUT_LAYERS, *drafters.WITH_LAYERS)
-        return ", ".join(name for name in names if self.runner == "V2" or name not in drafters.ON_V2)
+        """Methods of speculative decoding that are served on the server's model runner beside the model's layers."""
+        also = drafters.ON_V2 if self.runner == "V2" else ("suffix",)
+        return ", ".join(("ngram", *LAYERED[self.beside], *(() if self.beside else also)))
 
     @property
     def drafts_here(self) -> bool:
@@ -260,7 +266,19 @@ class Server:
 
     @property
     def other_way_to_draft(self) -> str:
-        return self.use_v1 if self.runner == "V2" else self.other_drafter
+        if self.runner == "V1":
+            return self.other_drafter
+        return "leave --speculative-config out" if self.drafts.method in drafters.ON_V2 else self.use_v1
+
+    @property
+    def by_dflash(self) -> bool:
+        return self.drafts is not None and self.drafts.method == "dflash"
+
+    @property
+    def other_dflash(self) -> str:
+        """Architecture of a DFlash drafter that is not the one of tests; else ""."""
+        names = getattr(getattr(self.drafts, "draft_model_config", None), "architectures", None) or ()
+        return ", ".join(name for name in names if name != "DFlashDraftModel")
 
     @property
     def ngram_by_token(self) -> str:
@@ -269,7 +287,7 @@ class Server:
 
     @property
     def other_drafter(self) -> str:
-        layered = LAYERED.get(self.beside or "", "eagle, eagle3, mtp or draft_model")
+        layered = one_of(LAYERED[self.beside])
         return f'set "method" in --speculative-config to {layered}, if the model has layers for it, or to ngram'
 
     @property
@@ -283,7 +301,7 @@ class Server:
 
     @property
     def storing(self) -> str:
-        """A connector that stores blocks of the prefix cache, the plainest one last; "" if there is none."""
+        """The server's first connector of those that store blocks of the prefix cache (`OFFLOADING`); else ""."""
         names = {each.kv_connector for each in self.connectors}
         return next((name for name in connectors.OFFLOADING if name in names), "")
 
@@ -296,6 +314,36 @@ class Server:
             if each.kv_connector not in connectors.SERVED:
                 return str(each.kv_connector)
         return ""
+
+    @property
+    def other_connectors(self) -> str:
+        """How a connector that is served takes the place of one that is not."""
+        if self.other_connector.removesuffix(" of your own") in connectors.SERVED:
+            return "leave kv_connector_module_path out"
+        several = ", or MultiConnector of these" * connectors.all_stores_tested()
+        return f"use {self.served_connectors}{several}"
+
+    @property
+    def served_connectors(self) -> str:
+        """Connectors that are served beside the model's layers."""
+        stores: tuple[str, ...] = connectors.OFFLOADING
+        if self.beside is not None:
+            simple = self.beside == "sliding windows" and connectors.all_stores_tested()
+            stores = (connectors.SIMPLE,) if simple else ()
+        return one_of((*connectors.ARRIVING[:4], *stores))
+
+    @property
+    def with_tables(self) -> str:
+        """How layers of each kind get a block table of their own."""
+        for each in self.connectors:
+            if each.kv_connector in connectors.ONE_TABLE:
+                return f"use {self.served_connectors} in place of {each.kv_connector}, for which vLLM switches it off"
+        return "leave --disable-hybrid-kv-cache-manager out"
+
+
+def one_of(names: Sequence[str]) -> str:
+    """Return names of which one is to be set."""
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def named_backend(vllm_config: Any) -> tuple[str | None, str]:
