@@ -4,8 +4,8 @@ A request over its budget has sinks, a room and recent blocks on the device, and
 The room is a run of its blocks whose content differs from layer to layer: what the layer has read last. An index stands
 for each full block, wherever it lives: signs of its keys (`kernels.signs`), or a box of them (Quest: Tang et al., ICML
 2024, arXiv:2406.10774). Before a layer decodes, it scores all full blocks of a row with its own query, brings the best
-ones into the room, and attends to sinks, best blocks and recent blocks. A chunk of a prompt attends to all blocks: those
-that the device lacks are copied to staging pages, which lie behind the pool's.
+ones into the room, and attends to sinks, best blocks and recent blocks. A chunk of a prompt attends to all blocks:
+those that the device lacks are copied to staging pages, which lie behind the pool's.
 
 Each tensor-parallel rank chooses for its own heads: nothing is lost, so ranks need not agree.
 """
