@@ -23,7 +23,7 @@ from .sources import FUNCTIONS, Found, Sources
 
 #: Releases whose sources hold all that the guard asks for (tests/compat/test_guard.py).
 TESTED = ("0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
-#: Those of them that the tests have been run on (benchmarks/results/versions has the results).
+#: Those of them whose own builds the tests have been run on (benchmarks/results/versions has the results).
 RUN = ("0.29.0", "0.30.0", "0.31.0", "0.32.0")
 #: Modules whose content some releases have in another module: where it was -> where it went.
 MOVED = {  # vLLM 0.33
