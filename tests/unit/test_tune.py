@@ -292,6 +292,12 @@ def test_rows_of_a_policy_that_had_the_same_name_are_not_shown(asked, fake):
         assert {row["policy_config"].get("recent") for row in result.rows if row["policy"] != "full"} == {recent}
 
 
+def test_a_flag_has_what_differs_from_the_policy_by_name(asked, fake):
+    result = tune.run(plan(asked, policies='{"name": "snapkv", "prompt": "whole", "window": 32}'), print)
+    fields = '{"name": "snapkv", "budget": 0.4, "prompt": "whole", "audit": 0.01, "target": 0.95}'
+    assert tuned.flag(result, result.best) == f"--kv-policy '{fields}'"
+
+
 def test_policies_are_compared_by_memory(asked, fake, monkeypatch):
     monkeypatch.setattr(
         fake, "right", staticmethod(lambda policy, budget: budget >= {"h2o": 0.6, "snapkv": 0.2}[policy])

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..config import KVPolicyConfig
 from .audited import MEASURES
 from .policies import budget_words
 from .report import document, figure
@@ -58,8 +59,9 @@ def write(result: Result, console: Console) -> list[Path]:
 def flag(result: Result, outcome: Outcome) -> str:
     """Return the flag that serves an outcome, and audits some of the answers."""
     config = outcome.contender.config
-    fields = {k: v for k, v in config.to_dict().items() if k in config.given and k not in ("name", "allow")}
-    fields = {"name": config.name, **fields, "audit": AUDIT}
+    plain = KVPolicyConfig.parse({"name": config.name, "budget": config.budget}).to_dict()
+    fields = {k: v for k, v in config.to_dict().items() if k in config.given and k != "allow" and v != plain.get(k)}
+    fields = {"name": config.name, "budget": config.budget, **fields, "audit": AUDIT}
     if result.plan.budget_bytes is None and result.plan.measure == "identical":
         fields["target"] = result.target
     return f"--kv-policy {shlex.quote(json.dumps(fields))}"
