@@ -334,8 +334,8 @@ def test_arguments_of_wrong_types_and_blocks_that_go_nowhere_are_refused(configu
         entrypoints._check_request(config, extra_args, 100, None)
 
 
-def test_who_hands_blocks_on(configured):
-    """Where nobody does, a request would keep all its blocks under any policy."""
+def test_which_servers_hand_blocks_on(configured):
+    """A server that hands no blocks on must not let a request keep all of its own under any policy."""
     asked = {"do_remote_decode": True}
     parts = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [OFFLOADS, NIXL]}}
     for transfer, does in (

@@ -119,7 +119,7 @@ class Engine:
         scheduler = self._offline.scheduler
         assert scheduler is not None  # the command keeps the engine in this process
         self._audits, self._groups = scheduler.part(Audits), scheduler.kv_cache_config.kv_cache_groups
-        # Nobody else waits here, so no answer is dropped.
+        # No other requests wait in this engine, so no answer is dropped.
         self._audits.longest = self._audits.most_tokens = math.inf
 
     @property
