@@ -161,7 +161,7 @@ def one_policy(name: str, options: argparse.Namespace, shape: Shape, layers: lis
             lambda number: sums.report([ids[number % len(ids)]], [resident], same), options.repeats
         )
     if policy.measures & CACHED:
-        read = lambda physical, values: (CPUOps.read(layer, layer.kv_cache, physical, values) for layer in layers)  # noqa: E731
+        read = lambda physical, values: (CPUOps().read(layer, layer.kv_cache, physical, values) for layer in layers)  # noqa: E731
         cached = CachedStatistics(read, [shape.kv_heads] * shape.layers, config.heads, config.layers)
         length = (held - 1) * block_size + 1
         rows = [Row(resident, table, length) for table in tables]

@@ -1,14 +1,14 @@
 """Measures the savings of retrieval and streaming heads on the engine: blocks held, and time of a decode step.
 
     python benchmarks/duo.py                 decode latency at growing context, stock vLLM and duo in turn
-    python benchmarks/duo.py --select 1024   the same of `full` with select in place of duo, and its attention alone
+    python benchmarks/duo.py --read 1024     the same of `full` with read in place of duo, and its attention alone
     python benchmarks/duo.py --memory        blocks held, on models of the published patterns' shapes
 
 Latency: one request decodes at each context. Each prompt extends the one before, so the prefix cache has most of its
 tokens. Each case is a process of its own, cases run in turn, and a ratio compares two runs of the same round. "stock"
 runs with VLLM_PLUGINS empty. The models have random weights: MHA with a quarter of the KV heads as retrieval heads, GQA
-with half. With --select all layers select, and times of attention are those of the backend's `forward` in all layers,
-with the choice of blocks and without the write of keys and values.
+with half. With --read layers read so many tokens, and times of attention are those of the backend's `forward` in all
+layers, with the choice of blocks and without the write of keys and values.
 
 Memory: layers, query and KV heads are those of the model for which the pattern was published; the width is tiny. Blocks
 are counted in the scheduler while the last token is computed, and compared with the numbers that the pattern predicts.
@@ -61,7 +61,7 @@ def attention_timer(llm: Any) -> list[float]:
 
 
 def latency_child(spec: dict) -> dict:
-    """Seconds of each decode step at each context, and with --select of the attention in it."""
+    """Seconds of each decode step at each context, and with --read of the attention in it."""
     contexts, steps, block_size = spec["contexts"], spec["options"]["steps"], spec["options"]["block_size"]
     longest = max(contexts) + steps + 8
     tokens = 2 * longest + 4096
@@ -76,7 +76,7 @@ def latency_child(spec: dict) -> dict:
     )
     (prompt,) = random_prompts(1, max(contexts), spec["shape"]["vocab"])
     timings: dict[str, dict[int, list[float]]] = {"steps": {}, "attention": {}}
-    spent = attention_timer(llm) if spec["options"]["select"] else [0.0]
+    spent = attention_timer(llm) if spec["options"]["read"] else [0.0]
     for context in contexts:
         engine = llm.llm_engine
         engine.add_request(f"at-{context}", {"prompt_token_ids": prompt[:context]}, greedy(steps + 4))
@@ -103,8 +103,8 @@ def latency(options: argparse.Namespace) -> dict:
             with tempfile.TemporaryDirectory() as model:
                 make_model(model, shape)
                 other, policy = "duo", {"name": "duo", "pattern": [row] * shape.layers, "sink": SINK, "recent": RECENT}
-                if options.select:
-                    other, policy = "select", {"name": "full", "select": options.select, "dense_layers": 0}
+                if options.read:
+                    other, policy = "read", {"name": "full", "read": options.read}
                 for number in range(options.rounds):
                     pair, order = {}, [("stock", None), (other, policy)]
                     for case, its_policy in order if number % 2 == 0 else reversed(order):
@@ -114,7 +114,7 @@ def latency(options: argparse.Namespace) -> dict:
                         plugins = {"VLLM_PLUGINS": ""} if its_policy is None else {}
                         times = in_child("latency", spec, plugins)
                         pair[case] = times["steps"]
-                        if options.select:
+                        if options.read:
                             pair[f"{case}, attention"] = times["attention"]
                         bar.advance(task)
                     runs[name].append(pair)
@@ -122,7 +122,7 @@ def latency(options: argparse.Namespace) -> dict:
 
 
 def latency_table(report: dict) -> str:
-    contexts, other = report["options"]["contexts"], "select" if report["options"]["select"] else "duo"
+    contexts, other = report["options"]["contexts"], "read" if report["options"].get("read") else "duo"
     lines = ["| model | " + " | ".join(f"{context:,}" for context in contexts) + " |"]
     lines.append("|---|" + "---:|" * len(contexts))
     for name, part in ((name, part) for name in LATENCY for part in ("", ", attention")):
@@ -222,7 +222,7 @@ def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--memory", action="store_true", help="count blocks instead")
-    parser.add_argument("--select", type=int, default=0, help="measure `full` that selects so many tokens")
+    parser.add_argument("--read", type=int, default=0, help="measure `full` whose layers read so many tokens")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--contexts", type=int, nargs="+", help="tokens")
     parser.add_argument("--steps", type=int, default=24, help="decode steps timed at each context")
@@ -236,7 +236,7 @@ def main() -> None:
         title = "KV blocks of one request under duo: published patterns and their shapes, 32 channels a head, 16 bits"
         publish(options, "duo-memory", title, memory_table, report)
     else:
-        case = f"select {options.select}" if options.select else "duo"
+        case = f"read {options.read}" if options.read else "duo"
         title = f"A decode step at growing context, stock vLLM over {case} (medians), 2-layer Llamas in float32"
         publish(options, case.split()[0], title, latency_table, report)
 

@@ -20,7 +20,8 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from typing import Any
 from engines import decoding, make_llm, random_prompts, scheduler_of
 from models import Shape, make_model
 from reports import choose_cases, in_child, progress, publish, run_script, spread
+
+from vllm_evict.compute.graphs import Attends
 
 #: Most tokens of a step.
 CHUNK = 8192
@@ -100,11 +103,12 @@ def watch(llm: Any, stock: bool) -> Stopwatch:
     if stock:
         return watch
     runtime = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.kv_evict
-    begin, graph = watch.timed("begin", runtime.begin), watch.timed("graph", choose_graph)
+    begin, graph = watch.timed("begin", runtime.begin), watch.timed("graph", lambda: runtime.graph)
 
     def begun(scheduler_output: Any) -> None:
         begin(scheduler_output)
-        graph(runtime)
+        with roomy_graphs(runtime):
+            graph()
 
     runtime.begin, runtime.end = begun, watch.timed("end", runtime.end)
     for group in runtime.groups:
@@ -137,16 +141,17 @@ def count_calls(llm: Any) -> list[int]:
     return counted
 
 
-def choose_graph(runtime: Any) -> Any:
-    """The full graph that a step would replay on a device, with room for requests of any length."""
+@contextmanager
+def roomy_graphs(runtime: Any) -> Iterator[None]:
+    """In this context steps choose among full graphs as on a device, with room for requests of any length."""
     shapes = [group.shape for group in runtime.groups]
     for group in runtime.groups:
         group.shape = replace(group.shape, graph_blocks=group.shape.max_blocks)
-    runtime.attends_in_graphs = True
+    runtime.measures_in_graphs = Attends.OWN
     try:
-        return runtime.graph
+        yield
     finally:
-        runtime.attends_in_graphs = False
+        runtime.measures_in_graphs = None
         for group, shape in zip(runtime.groups, shapes, strict=True):
             group.shape = shape
 

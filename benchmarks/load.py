@@ -212,8 +212,6 @@ def run_load(
 
 # ---- all cases
 
-#: Evicted blocks wait on the host, and come back.
-RECALL = {"evict": "host", "host": "1GiB", "recall": "quest"}
 #: All blocks wait on the host, and layers read there.
 REACH = {"evict": "host", "host": "1GiB"}
 
@@ -233,11 +231,8 @@ def cases(options: argparse.Namespace) -> dict[str, dict | None]:
         "tova": {"name": "tova", **kept},
         "keydiff": {"name": "keydiff", **kept},
         "strided": {"name": "strided", **kept},
-        "snapkv, recalled": {"name": "snapkv", **kept, **RECALL},
-        # At the end of the prompt alone.
-        "snapkv, recalled once": {"name": "snapkv", **kept, **RECALL, "recall_every": options.output + 1},
-        "sink-window, recalled": {**scored["sink-window"], **RECALL},
         "full, reached": {"name": "full", **kept, **REACH},
+        "full, reached by signs": {"name": "full", **kept, **REACH, "index": "signs"},
     }
     chosen: dict[str, dict | None] = {"stock": None}
     for name, policy in scored.items():

@@ -41,7 +41,6 @@ def cases(options: argparse.Namespace) -> dict[str, dict | None]:
     window = {"name": "sink-window", "sink": 32, "recent": 256}
     h2o = {"name": "h2o", "sink": 32, "recent": 64, "buffer": 0}
     kept = {**h2o, "budget": window["sink"] + window["recent"] + options.block_size}
-    host = {**kept, "evict": "host", "host": "1GiB"}
     return {
         "stock": None,
         "full": {"name": "full"},
@@ -49,8 +48,7 @@ def cases(options: argparse.Namespace) -> dict[str, dict | None]:
         "h2o": kept,
         # Prompts by vLLM's kernel, and a score pass beside it.
         "h2o, exact": {**kept, "exact": True},
-        "h2o, on the host": {**host, "recall": "none"},
-        "h2o, recalled": {**host, "recall": "quest"},
+        "full, on the host": {**kept, "name": "full", "evict": "host", "host": "1GiB"},
         "h2o, never evicting": {**h2o, "budget": options.prompt + options.output},
         # Of a Llama alone. Half of the heads keep everything, the others as many tokens as sink-window.
         "duo": {**window, "name": "duo", "pattern": ["10" * (options.kv_heads // 2)] * options.layers},

@@ -50,14 +50,14 @@ AT_ONCE = 4
 
 
 @contextmanager
-def serving(options: argparse.Namespace, log: Path) -> Iterator[str]:
+def serving(arguments: list[str], threads: int, log: Path) -> Iterator[str]:
     """`vllm serve` in a process group of its own, which ends with the block. Yields its address."""
     port = free_port()
-    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(MODEL), "--kv-policy", options.policy]
+    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(MODEL), *arguments]
     command += f"--served-model-name needle --host 127.0.0.1 --port {port} --dtype bfloat16 --enforce-eager".split()
-    command += f"--block-size 32 --max-model-len 4352 --max-num-batched-tokens 1024 --max-num-seqs {AT_ONCE}".split()
-    command += f"--enable-prompt-tokens-details --kv-cache-memory-bytes {options.pool * KV_BYTES}".split()
-    environment = {**ENVIRONMENT, **os.environ, "OMP_NUM_THREADS": str(options.threads)}
+    command += f"--block-size 32 --max-num-batched-tokens 1024 --max-num-seqs {AT_ONCE}".split()
+    command += ["--enable-prompt-tokens-details"]
+    environment = {**ENVIRONMENT, **os.environ, "OMP_NUM_THREADS": str(threads)}
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     with log.open("w") as output:
         server = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
@@ -168,7 +168,9 @@ def main() -> None:
         "samples": options.samples,
         "conditions": conditions(),
     }
-    with tempfile.TemporaryDirectory() as folder, serving(options, Path(folder, "log")) as url:
+    arguments = ["--kv-policy", options.policy, "--max-model-len", "4352"]
+    arguments += ["--kv-cache-memory-bytes", str(options.pool * KV_BYTES)]
+    with tempfile.TemporaryDirectory() as folder, serving(arguments, options.threads, Path(folder, "log")) as url:
         for name in options.traffic:
             report[name] = TRAFFIC[name](Client(url), options.samples)
             print(f"{name}: {told(report[name])}", flush=True)

@@ -319,11 +319,11 @@ class Steps:
                     self._moved.add(len(self._told) - 1)
             return planned
 
-        def watched_apply(action: Any) -> None:
+        def watched_apply(action: Any) -> bool:
             request = scheduler.requests[action.req_id]
             done = request.num_computed_tokens - request.num_in_flight_tokens
             self._decided[done] += action.holes.tolist()
-            apply(action)
+            return bool(apply(action))
 
         scheduler.schedule, scheduler.apply = watched_schedule, watched_apply
 

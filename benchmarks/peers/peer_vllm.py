@@ -32,15 +32,13 @@ LOADS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
 }
 BFLOAT16 = ("stock", "--kv-cache-dtype fp8", "sink-window", "h2o")
 SNAPKV = {**H2O, "name": "snapkv"}
-HOST = {"evict": "host", "host": "1GiB", "recall": "quest"}
 #: As `LOADS`, of a load that asks for needles.
 SERVED = {name: LOADS[name] for name in ("stock", "--kv-cache-dtype fp8", "sink-window", "h2o")} | {
     "h2o, pressure": ({}, {**H2O, "accumulate": "ema", "when": "pressure"}),
     "snapkv": ({}, SNAPKV),
     "snapkv, whole prompts": ({}, {**SNAPKV, "prompt": "whole"}),
     "tova, whole prompts": ({}, {**H2O, "name": "tova", "prompt": "whole"}),
-    "h2o, recalled": ({}, {**H2O, **HOST}),
-    "snapkv, recalled": ({}, {**SNAPKV, **HOST}),
+    "full, host": ({}, {**H2O, "name": "full", "evict": "host", "host": "1GiB"}),
 }
 TOKEN = {"granularity": "token", "buffer": 64}
 #: Sinks and recent tokens may go, as in kvpress.
