@@ -18,9 +18,8 @@ folders-long   := loads
 folders-device := device
 folders-peers  := tools
 $(foreach lane,$(LANES),$(eval lane-$(lane) := $(wildcard $(folders-$(lane):%=tests/%/test_*.py))))
-on-push := $(lane-unit) $(lane-engine) $(lane-compat)
-# Of some files those with a mark.
-marked = $(if $(2),$(shell grep -lwF mark.$(1) $(2)))
+# Of some files those with a mark, or one of several.
+marked = $(if $(2),$(shell grep -lwF $(1:%=-e mark.%) $(2)))
 
 .PHONY: help demo test test-all $(LANES:%=test-%) browser lint format types docs docs-serve wheel bench peers bench-gpu check-gpu \
 	quality external clean
@@ -37,16 +36,17 @@ demo: $(READY)  ## what policies save and lose in a small pool, then a server wi
 PYTEST := $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 ifndef VLLM
 test: lint  ## ruff, then the lanes of every push: unit, engine, compat; with VLLM=0.31.0 the engine lane on that release
-	$(PYTEST) $(PUSH) $(on-push)
-	$(call on-v2,$(on-push),$(PUSH))
+	$(PYTEST) $(lane-unit) $(lane-compat)
+	$(PYTEST) -m "$(PUSH)" $(lane-engine)
+	$(call on-v1,$(lane-engine))
 else
 # In an environment of its own, by hand; benchmarks/results/versions keeps what came of each file. TESTS names some of the lane's files,
 # RUNNERS one of the model runners.
 TESTS   ?= $(lane-engine)
-RUNNERS ?= v1 v2
+RUNNERS ?= v2 v1
 test: $(VENV)-$(VLLM)/.ready
-	@for runner in $(RUNNERS); do [ $$runner = v1 ] && files="$(TESTS)" || files="$(call marked,both_runners,$(TESTS))"; \
-		[ -z "$$files" ] || VLLM_EVICT_TEST_RUNNER=$$runner $(VENV)-$(VLLM)/bin/python tests/harness/releases.py $$files || failed=1; \
+	@for runner in $(RUNNERS); do \
+		VLLM_EVICT_TEST_RUNNER=$$runner $(VENV)-$(VLLM)/bin/python tests/harness/releases.py $(TESTS) || failed=1; \
 	done; [ -z "$$failed" ]
 endif
 
@@ -54,21 +54,26 @@ $(VENV)-%/.ready: scripts/release-env.sh packaging/constraints.txt | $(READY)
 	@scripts/release-env.sh $* $(VENV)
 
 test-all: lint  ## ruff, then all lanes: those of every push, and long, device and peers
-	$(PYTEST)
-	$(call on-v2,$(foreach lane,$(LANES),$(lane-$(lane))))
+	$(PYTEST) $(foreach lane,$(filter-out engine,$(LANES)),$(lane-$(lane)))
+	$(PYTEST) $(lane-engine)
+	$(call on-v1,$(lane-engine))
+	$(call on-v2,$(lane-device) $(lane-long))
 	$(on-triton)
 
-# Tests marked `both_runners`, on Model Runner V2, and files marked `on_triton`, with vLLM's Triton kernels.
-on-v2 = VLLM_EVICT_TEST_RUNNER=v2 $(PYTEST) $(2) $(call marked,both_runners,$(1))
+# The lane `engine` runs on Model Runner V2, others on V1; what is marked for the other runner runs there, or there as well.
+# Of files marked `on_triton` cases of the backend `triton` run again, with vLLM's Triton kernels.
+ON_V1 := both_runners v1
+on-v1 = VLLM_EVICT_TEST_RUNNER=v1 $(PYTEST) -m "(both_runners or v1) and $(PUSH)" $(call marked,$(ON_V1),$(1))
+on-v2 = VLLM_EVICT_TEST_RUNNER=v2 $(PYTEST) -m both_runners $(call marked,both_runners,$(1))
 on-triton = VLLM_EVICT_TEST_RUNNER=v1-triton $(BIN)/pytest -q -n 2 $(call marked,on_triton,$(lane-device))
-# Of the files of every push, cases marked `nightly` run in the lane `long` alone.
-PUSH := -m "not nightly"
+# Of the lane `engine`, cases marked `nightly` run in the lane `long` alone.
+PUSH := not nightly
 
 $(LANES:%=test-%): test-%: $(READY)
-	$(PYTEST) $(if $(filter unit engine compat,$*),$(PUSH)) $(lane-$*)
-	$(if $(filter long,$*),$(PYTEST) -m nightly $(call marked,nightly,$(on-push)))
-	$(if $(filter engine device long,$*),$(call on-v2,$(lane-$*),$(if $(filter engine,$*),$(PUSH))))
-	$(if $(filter long,$*),$(call on-v2,$(lane-engine),-m nightly))
+	$(PYTEST) $(if $(filter engine,$*),-m "$(PUSH)") $(lane-$*)
+	$(if $(filter engine,$*),$(call on-v1,$(lane-engine)))
+	$(if $(filter device long,$*),$(call on-v2,$(lane-$*)))
+	$(if $(filter long,$*),$(PYTEST) -m nightly $(call marked,nightly,$(lane-engine)))
 	$(if $(filter device,$*),$(on-triton))
 
 # For the tests that open pages, which are skipped without one.

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds an sdist and, from it, wheels (dist/), installs each in a clean environment and runs scripts/smoke.py there, and
+# Builds an sdist and, from it, wheels (dist/), installs each wheel in a clean environment and runs scripts/smoke.py there, and
 # on each Python the tests of the configuration, which needs neither torch nor vLLM.
 #
 #   scripts/wheel.sh              wheels with the C++ extension, by .venv (make wheel sets that up), and without
@@ -66,12 +66,6 @@ for python in "${pythons[@]}"; do
     configuration "$clean"
 done
 
-say "$sdist in a clean $("${pythons[0]}" -V)"
-clean=$(clean sdist "${pythons[0]}")
-VLLM_EVICT_NO_EXT=1 pip "$clean" --no-deps "$sdist"
-# shellcheck disable=SC2046
-pip "$clean" $(requirements "$clean")
-smoke "$clean"
 [ "${1:-}" != --pure ] || exit 0
 
 say "wheel with the C++ extension, from $sdist"

@@ -1,12 +1,13 @@
 """Fixtures: tiny models, and vLLM engines in this very process, so that tests see scheduler, manager and worker.
 
-VLLM_EVICT_TEST_RUNNER=v2 runs the tests marked `both_runners` on Model Runner V2 (Triton's interpreter). With v1-triton it
-is V1, with vLLM's Triton kernels under the interpreter, for files marked `on_triton`.
+Tests of the lane `engine` run on Model Runner V2, those of other lanes on V1. VLLM_EVICT_TEST_RUNNER=v1 or v2 names another;
+with v1-triton it is V1, with vLLM's Triton kernels under the interpreter, for files marked `on_triton`.
 """
 
 import gc
 import importlib.util
 import logging
+import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -14,12 +15,19 @@ from unittest.mock import patch
 
 import pytest
 from packaging.version import Version
-from preparation import RUNNER, prepare
 
 GARBAGE = 2**30
+#: Folders of the lane `engine`.
+ON_V2 = {"engine", "models", "serving"}
 
 
 def pytest_configure(config):
+    # Workers of -n inherit it.
+    if "VLLM_EVICT_TEST_RUNNER" not in os.environ:
+        folders = {part for argument in config.args for part in Path(argument.partition("::")[0]).parts}
+        os.environ["VLLM_EVICT_TEST_RUNNER"] = "v2" if folders & ON_V2 else "v1"
+    from preparation import prepare
+
     # With -n the first process only deals tests out to others, and needs neither torch nor vLLM.
     if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
         prepare()
@@ -34,14 +42,24 @@ def pytest_collection_modifyitems(config, items):
             item.own_markers.remove(marker)
         for marker in item.iter_markers("since"):
             _skip_before(item, *marker.args, **marker.kwargs)
-    if RUNNER == "v2":
-        left_out = [item for item in items if _on_v2(item) is None]
-        items[:] = [item for item in items if item not in left_out]
-        config.hook.pytest_deselected(items=left_out)
-        for item in items:
-            if _on_v2(item) == "nightly":
-                item.add_marker("nightly")
+        for marker in [each for each in item.own_markers if each.name in ("both_runners", "v1")]:
+            if (
+                marker.args and item.callspec.id not in marker.args
+            ):  # those of model runners stay on the cases that they name
+                item.own_markers.remove(marker)
+    parts = [], []
+    for item in items:
+        parts[_is_left_out(item, os.environ["VLLM_EVICT_TEST_RUNNER"])].append(item)
+    items[:], left_out = parts
+    config.hook.pytest_deselected(items=left_out)
     items.sort(key=lambda item: item.get_closest_marker("minutes") is None)  # begun first
+
+
+def _is_left_out(item, runner):
+    """Whether a test is for the other runner alone, or is the same without vLLM's Triton kernels."""
+    if runner == "v1-triton" and item.path.parent.name == "device":
+        return not hasattr(item, "callspec") or item.callspec.params.get("backend") != "triton"
+    return runner == "v2" and item.get_closest_marker("v1") is not None
 
 
 def _skip_before(item, release, why, kind=""):
@@ -49,26 +67,16 @@ def _skip_before(item, release, why, kind=""):
         item.add_marker(pytest.mark.skip(reason=f"vLLM before {release}: {why}"))
 
 
-def _on_v2(item):
-    """When a test runs on Model Runner V2: "push", "nightly" or None, by the cases that its marker `both_runners` names."""
-    if (marker := item.get_closest_marker("both_runners")) is None:
-        return None
-    if not (marker.args or marker.kwargs) or item.callspec.id in marker.args:
-        return "push"
-    return "nightly" if item.callspec.id in marker.kwargs.get("nightly", ()) else None
-
-
 def _check_ids(config, items):
-    """Each case that a marker names exists: a test whose cases got other names would silently not run on V2, or never."""
+    """Each case that a marker names exists: a test whose cases got other names would silently not run on one runner, or never."""
     if any("::" in arg for arg in config.args):
         return
-    named, found = {}, {}
+    named, found, runner = {}, {}, os.environ["VLLM_EVICT_TEST_RUNNER"]
     for item in items:
         for marker in item.iter_markers():
+            ids = marker.kwargs.get("push") or marker.args
             # Some tests have cases for one runner alone.
-            if marker.name in ("nightly", RUNNER == "v2" and "both_runners") and (
-                ids := marker.kwargs.get("push") or (*marker.args, *marker.kwargs.get("nightly", ()))
-            ):
+            if ids and marker.name in ("nightly", *(("both_runners", "v1") if runner == "v2" else ())):
                 test = marker.name, item.nodeid.split("[")[0]
                 named[test] = set(ids)
                 found.setdefault(test, set()).add(item.callspec.id)
@@ -90,6 +98,10 @@ def pytest_collection_finish():
         import engine
 
         setattr(engine.CpuPlatform, engine.REGISTER, engine._register_kernels_once)
+        if engine.V2:
+            import stand_ins
+
+            stand_ins.use_torch()
     # A million objects of vLLM's and torch's modules, which the garbage collector traversed half a second each time.
     gc.freeze()
     no_thaw.start()
@@ -166,11 +178,11 @@ def engine(tiny):
 
 
 @pytest.fixture
-def async_stays():
-    from engine import async_as_asked
+def async_stays(monkeypatch):
+    # Other fixtures replace the same method by the same `monkeypatch`, which undoes the last one first.
+    from engine import leave_async
 
-    with async_as_asked():
-        yield
+    leave_async(monkeypatch)
 
 
 @pytest.fixture
