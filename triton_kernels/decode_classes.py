@@ -13,6 +13,7 @@ from .decode_mass import (
     ATTEND_SIZES,
     MIN_SPLIT_TOKENS,
     STAGES,
+    WARPS,
     DecodePlan,
     attend_split,
     check_arguments,
@@ -36,8 +37,6 @@ def plan_classes(
     mass: bool = True,
     per_token: bool = False,
     splits: Sequence[int] | None = None,
-    warps: int = 4,
-    stages: int = STAGES,
     take: Callable[..., torch.Tensor] = torch.empty,
 ) -> list[DecodePlan]:
     """Make a plan for each class (see `plan_decode`). `group` query heads share a KV head.
@@ -52,8 +51,6 @@ def plan_classes(
             mass=mass,
             per_token=per_token,
             splits=pieces,
-            warps=warps,
-            stages=stages,
             take=take,
         )
         for heads, blocks, pieces in zip(kv_heads, max_blocks, splits)
@@ -114,7 +111,7 @@ def decode_classes(
     shared = one.query_start_loc, rows, one.weights
     _attend_classes[(sum(count * plan.splits for count, plan in zip(kv_heads, plans)), n)](
         *shared, one.scale * LOG2_E, first.attend, second.attend, *first.attend_sizes, *second.attend_sizes,
-        *first.attend_shape[:-1], has_mass, num_warps=plans[0].warps, num_stages=plans[0].stages,
+        *first.attend_shape[:-1], has_mass, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     _combine_classes[(n, first.roles + second.roles)](
         *shared, one.value_scale, first.combine, second.combine, first.roles,

@@ -40,8 +40,9 @@ HOPPER_SMS = 132  # H100 and H200 (SXM), for plans on a machine without a GPU
 PROGRAMS_PER_SM = 4
 MIN_SPLIT_TOKENS = 256  # a shorter split reads less than four tiles, and its fixed costs show
 
-# Page numbers of a tile, its keys and values, and their use take three stages; two are left for tiles in flight.
-STAGES = 5
+# Of the first launch. Page numbers of a tile, its keys and values, and their use take three stages; two are left for
+# tiles in flight.
+WARPS, STAGES = 4, 5
 
 # Triton compiles a variant for an integer that is 1, one for multiples of 16, and one for all others. Sizes that differ
 # between steps or layers are not specialised, so that requests do not wait for the compiler.
@@ -59,7 +60,6 @@ class DecodePlan(NamedTuple):
         stats: float32 [n, H, splits, 2], maxima (log2) and sums of splits.
         granules: float32 [n, H, max_blocks * tile.parts], log2 of each granule's sum of exponentials; for mass by token
             [n, H, max_blocks * block_size], scores (log2); None: no mass.
-        warps, stages: launch options of the first launch.
     """
 
     splits: int
@@ -68,8 +68,6 @@ class DecodePlan(NamedTuple):
     partial: torch.Tensor
     stats: torch.Tensor
     granules: torch.Tensor | None
-    warps: int
-    stages: int
 
 
 def plan_decode(
@@ -85,8 +83,6 @@ def plan_decode(
     mass: bool = True,
     per_token: bool = False,
     splits: int | None = None,
-    warps: int = 4,
-    stages: int = STAGES,
     take: Callable[..., torch.Tensor] = torch.empty,
 ) -> DecodePlan:
     """Make a plan for up to `rows` requests of up to `max_blocks` blocks each.
@@ -109,9 +105,7 @@ def plan_decode(
         return take(rows, heads, *shape, dtype=torch.float32, device=device)
 
     granules = scratch(max_blocks * _logs(tile, block_size, per_token)) if mass else None
-    return DecodePlan(
-        splits, tile, max_blocks, scratch(splits, head_dim), scratch(splits, 2), granules, warps, stages
-    )  # fmt: skip
+    return DecodePlan(splits, tile, max_blocks, scratch(splits, head_dim), scratch(splits, 2), granules)
 
 
 def _logs(tile: Tile, block_size: int, per_token: bool) -> int:
@@ -174,7 +168,7 @@ def decode_mass(
     shared = attention.query_start_loc, rows, attention.weights
     _attend[(kv_heads, n, plan.splits)](
         *shared, attention.scale * LOG2_E, *launch.attend, *launch.attend_sizes, *launch.attend_shape,
-        num_warps=plan.warps, num_stages=plan.stages,
+        num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     _combine[(n, launch.roles)](
         *shared, attention.value_scale, *launch.combine, *launch.combine_sizes, *launch.combine_shape, **COMBINE_OPTIONS

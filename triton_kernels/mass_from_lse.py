@@ -29,16 +29,7 @@ FLOAT32_WARPS = 8
 BLACKWELL_WARPS = 8
 
 
-def mass_from_lse(
-    attention: PagedAttention,
-    lse: torch.Tensor,
-    *,
-    last: torch.Tensor | None = None,
-    lse_base_2: bool = False,
-    rows_per_tile: int | None = None,
-    warps: int | None = None,
-    stages: int = 3,
-) -> None:
+def mass_from_lse(attention: PagedAttention, lse: torch.Tensor, *, last: torch.Tensor | None = None) -> None:
     """Compute the sums of `compute.kernels.mass.block_mass` from the LSE of each query, on a device.
 
     ``mass[r, k, j] += sum(weights[i] * exp(scale * q . k_t - lse[i, h]))`` over the request's queries i, the query
@@ -51,17 +42,15 @@ def mass_from_lse(
     Args:
         attention: its values and sinks are not read. The soft cap is a constant of the compiled kernel.
         lse: float32 [T, H], any strides: logarithm of each row's sum of exponentials over the resident keys that it
-            sees, and its sink if it has one. FlashAttention returns the transpose, FlashInfer base 2.
+            sees, and its sink if it has one. FlashAttention returns the transpose.
         last: int32 [R]: only the last last[r] queries of a request count, which makes windows cheap; None: all.
-        lse_base_2: whether `lse` is a logarithm of base 2.
-        rows_per_tile: query rows (queries times G) at once, a power of two from 16; None chooses.
-        warps, stages: launch options; None chooses.
 
     Bytes moved: seq_len * Hkv * D * itemsize of keys, once. Queries that count, H * D * itemsize each, and their LSE
     are read again for each tile of keys (at most 128 tokens), from L2. Work is 2 * H * D for each query and key.
     """
     check_attention(attention, attention.key_cache)
     query, key_cache, out, weights = attention.query, attention.key_cache, attention.mass, attention.weights
+    ahead = attention.ahead
     require(out is not None, "mass_from_lse needs mass")
     tokens, heads, head_dim = query.shape
     _, kv_heads, block_size, _ = key_cache.shape
@@ -72,36 +61,37 @@ def mass_from_lse(
     if not requests or not tokens:
         return
     group, out_heads, exact = heads // kv_heads, out.shape[1], query.dtype == torch.float32
-    if rows_per_tile is None:  # by the mean chunk, since the longest one is known only on the device
-        rows_per_tile = min(max(triton.next_power_of_2(triton.cdiv(tokens, requests) * group), MIN_ROWS), MAX_ROWS)
-        rows_per_tile = MIN_ROWS if exact else rows_per_tile
+    # by the mean chunk, since the longest one is known only on the device
+    rows = min(max(triton.next_power_of_2(triton.cdiv(tokens, requests) * group), MIN_ROWS), MAX_ROWS)
+    rows = MIN_ROWS if exact else rows
     tile = tile_of(head_dim, block_size, query.dtype, FLOAT32_TILE_BYTES if exact else TILE_BYTES)
-    if warps is None:
-        many = rows_per_tile == MAX_ROWS and capability_of(query.device)[0] == 10
-        warps = FLOAT32_WARPS if exact else BLACKWELL_WARPS if many else 4
+    many = rows == MAX_ROWS and capability_of(query.device)[0] == 10
     entry = 1 if attention.per_token else block_size  # tokens
     measured = min(width * block_size // entry, out.shape[2])
     _mass_from_lse[(triton.cdiv(measured * entry, block_size * tile.granules), out_heads, requests)](
-        query, key_cache, lse, attention.block_table, attention.query_start_loc, attention.seq_lens, weights, last, out,
-        attention.scale * LOG2_E, 1.0 if lse_base_2 else LOG2_E, measured,
+        query, key_cache, lse, attention.block_table, attention.query_start_loc, attention.seq_lens, weights, ahead,
+        last, out,
+        attention.scale * LOG2_E, measured,
         query.stride(0), query.stride(1), *key_cache.stride()[:3], *lse.stride(), attention.block_table.stride(0),
         *out.stride()[:2],
         HEAD_DIM=head_dim, DIM=tile.dim, BLOCK_SIZE=block_size, TOKENS=tile.tokens, PARTS=tile.parts,
-        GRANULES=tile.granules, GROUP=group, KV_HEADS_OUT=kv_heads // out_heads, ROWS=rows_per_tile,
-        HAS_WEIGHTS=weights is not None, HAS_LAST=last is not None, PER_TOKEN=attention.per_token,
+        GRANULES=tile.granules, GROUP=group, KV_HEADS_OUT=kv_heads // out_heads, ROWS=rows,
+        HAS_WEIGHTS=weights is not None, HAS_AHEAD=ahead is not None, HAS_LAST=last is not None,
+        PER_TOKEN=attention.per_token,
         SOFT_CAP=attention.soft_cap * LOG2_E,
-        num_warps=warps, num_stages=stages,
+        num_warps=FLOAT32_WARPS if exact else BLACKWELL_WARPS if many else 4, num_stages=3,
     )  # fmt: skip
 
 
 # Not specialised for the tokens and the width of a step (see `decode_mass.ATTEND_SIZES`).
 @triton.jit(do_not_specialize=["measured", "stride_lt", "stride_lh", "stride_table", "stride_mr", "stride_mh"])
 def _mass_from_lse(
-    query, keys, lse, table, starts, lens, weights, last, out, scale, lse_scale, measured,
+    query, keys, lse, table, starts, lens, weights, ahead, last, out, scale, measured,
     stride_qt, stride_qh, stride_kb, stride_kh, stride_kn, stride_lt, stride_lh, stride_table, stride_mr, stride_mh,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
     GRANULES: tl.constexpr, GROUP: tl.constexpr, KV_HEADS_OUT: tl.constexpr, ROWS: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr, HAS_LAST: tl.constexpr, PER_TOKEN: tl.constexpr, SOFT_CAP: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, HAS_AHEAD: tl.constexpr, HAS_LAST: tl.constexpr, PER_TOKEN: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
     """Measure some blocks of one request and row of `out`. Exponents have base 2."""
     first_block = tl.program_id(0) * GRANULES
@@ -126,7 +116,9 @@ def _mass_from_lse(
             held = (place < BLOCK_SIZE) & (position < seq_len)
             page = tl.load(table + row * stride_table + block, mask=held, other=0).to(tl.int64)
             # The first query that sees a key of the tile.
-            earliest = tl.maximum(first_block * BLOCK_SIZE + part * TOKENS - before, queries - looked_at)
+            earliest = queries - looked_at
+            if not HAS_AHEAD:
+                earliest = tl.maximum(first_block * BLOCK_SIZE + part * TOKENS - before, earliest)
             sums = tl.zeros([GRANULES * TOKENS], tl.float32)
             for each in range(KV_HEADS_OUT):
                 kv_head = out_head * KV_HEADS_OUT + each
@@ -155,10 +147,13 @@ def _mass_from_lse(
                     else:
                         rows = query + token * stride_qt + head * stride_qh
                         products = products_by_parts(rows, counts, keys + slot, held, HEAD_DIM, DIM)
-                    log = tl.load(lse + token * stride_lt + head * stride_lh, mask=counts, other=0.0) * lse_scale
+                    log = tl.load(lse + token * stride_lt + head * stride_lh, mask=counts, other=0.0)
                     scores = soft_capped(products * scale, SOFT_CAP)
-                    scores -= log[:, None]
-                    seen = counts[:, None] & held[None, :] & (position[None, :] <= before + number[:, None])
+                    scores -= log[:, None] * 1.4426950408889634  # to base 2
+                    latest = before + number
+                    if HAS_AHEAD:
+                        latest += tl.load(ahead + token, mask=counts, other=0)
+                    seen = counts[:, None] & held[None, :] & (position[None, :] <= latest[:, None])
                     sums += tl.sum(tl.where(seen, tl.exp2(scores), 0.0) * weight[:, None], 0)
             if PER_TOKEN:
                 mine = held & (position < measured)
@@ -171,14 +166,12 @@ def _mass_from_lse(
             tl.store(sink + index, tl.load(sink + index, mask=mine) + mass, mask=mine)
 
 
-def mass_from_lse_reference(
-    attention: PagedAttention, lse: torch.Tensor, *, last: torch.Tensor | None = None, lse_base_2: bool = False
-) -> None:
+def mass_from_lse_reference(attention: PagedAttention, lse: torch.Tensor, *, last: torch.Tensor | None = None) -> None:
     """`mass_from_lse` in plain torch, in the dtype of the mass."""
     query, out, weights = attention.query, attention.mass, attention.weights
     _, kv_heads, block_size, _ = attention.key_cache.shape
     starts = attention.query_start_loc.tolist()
-    lse = lse.to(out.dtype) / (LOG2_E if lse_base_2 else 1.0)
+    lse = lse.to(out.dtype)
     for r, seq_len in enumerate(attention.seq_lens.tolist()):
         begin, end = starts[r], starts[r + 1]
         if last is not None:
@@ -191,7 +184,8 @@ def mass_from_lse_reference(
         scores = capped(torch.einsum("qkgd,ktd->kgqt", heads, keys) * attention.scale, attention.soft_cap)
         logs = lse[begin:end].unflatten(1, (kv_heads, attention.group)).permute(1, 2, 0)
         rows = torch.arange(begin, end, device=query.device)
-        hidden = torch.arange(seq_len, device=query.device) > (seq_len - starts[r + 1] + rows)[:, None]
+        seen = seq_len - starts[r + 1] + rows + (0 if attention.ahead is None else attention.ahead[rows])
+        hidden = torch.arange(seq_len, device=query.device) > seen[:, None]
         mass = (scores - logs[..., None]).exp().masked_fill(hidden, 0)
         if weights is not None:
             mass = mass * weights[begin:end, None]

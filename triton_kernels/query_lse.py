@@ -22,14 +22,7 @@ from .tiles import (
 )
 
 
-def query_lse(
-    attention: PagedAttention,
-    lse: torch.Tensor,
-    *,
-    longest: int | None = None,
-    warps: int | None = None,
-    stages: int = 3,
-) -> None:
+def query_lse(attention: PagedAttention, lse: torch.Tensor, *, longest: int | None = None) -> None:
     """Write the natural logarithm of sum(exp(scale * q . k_t)) over the resident keys that each query row sees.
 
     Logits may have a soft cap, and a row's sum its sink's exponential.
@@ -43,7 +36,6 @@ def query_lse(
         lse: float32 [T, H], any strides. Or [S, T, H], which gets the logarithms of S parts of each program's keys,
             -inf where a row sees none of the part: their logsumexp is the LSE. Parts are for few rows over many keys.
         longest: an upper bound of the queries of a request; None takes T.
-        warps, stages: launch options; None chooses.
 
     Raises:
         ValueError: a shape or stride is wrong, or there are sinks and several parts.
@@ -54,6 +46,7 @@ def query_lse(
     """
     check_attention(attention, attention.key_cache)
     query, key_cache, weights, sinks = attention.query, attention.key_cache, attention.weights, attention.sinks
+    ahead = attention.ahead
     tokens, heads, head_dim = query.shape
     _, kv_heads, block_size, _ = key_cache.shape
     requests = len(attention.block_table)
@@ -69,24 +62,25 @@ def query_lse(
     rows = MIN_ROWS if exact else min(max(triton.next_power_of_2(longest), MIN_ROWS), MAX_ROWS)
     tile = tile_of(head_dim, block_size, query.dtype, FLOAT32_TILE_BYTES if exact else TILE_BYTES)
     _query_lse[(triton.cdiv(longest, rows) * splits, kv_heads, requests)](
-        query, key_cache, attention.block_table, attention.query_start_loc, attention.seq_lens, weights, sinks, parts,
+        query, key_cache, attention.block_table, attention.query_start_loc, attention.seq_lens, weights, ahead,
+        sinks, parts,
         attention.scale * LOG2_E, splits, query.stride(0), query.stride(1), *key_cache.stride()[:3], *parts.stride(),
         attention.block_table.stride(0),
         HEAD_DIM=head_dim, DIM=tile.dim, BLOCK_SIZE=block_size, TOKENS=tile.tokens, PARTS=tile.parts,
         GRANULES=tile.granules, GROUP=group, ROWS=rows, HAS_WEIGHTS=weights is not None,
-        HAS_SINKS=sinks is not None, SOFT_CAP=attention.soft_cap * LOG2_E,
-        num_warps=warps or (FLOAT32_WARPS if exact else 4), num_stages=stages,
+        HAS_AHEAD=ahead is not None, HAS_SINKS=sinks is not None, SOFT_CAP=attention.soft_cap * LOG2_E,
+        num_warps=FLOAT32_WARPS if exact else 4, num_stages=3,
     )  # fmt: skip
 
 
 # Not specialised for the tokens and the width of a step (see `decode_mass.ATTEND_SIZES`).
 @triton.jit(do_not_specialize=["splits", "stride_ls", "stride_table"])
 def _query_lse(
-    query, keys, table, starts, lens, weights, sinks, lse, scale, splits,
+    query, keys, table, starts, lens, weights, ahead, sinks, lse, scale, splits,
     stride_qt, stride_qh, stride_kb, stride_kh, stride_kn, stride_ls, stride_lt, stride_lh, stride_table,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
     GRANULES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
-    HAS_SINKS: tl.constexpr, SOFT_CAP: tl.constexpr,
+    HAS_AHEAD: tl.constexpr, HAS_SINKS: tl.constexpr, SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
     """Compute the LSE of some query rows of one request and KV head, over a part of the keys. Exponents have base 2."""
     index = tl.program_id(0) // splits * ROWS + tl.arange(0, ROWS)
@@ -109,6 +103,8 @@ def _query_lse(
             within = counts[:, None] & (dim < HEAD_DIM)[None, :]
             q = tl.load(of_rows[:, None] + dim[None, :], mask=within, other=0.0)
         position = seq_len - queries + number
+        if HAS_AHEAD:
+            position += tl.load(ahead + token, mask=counts, other=0)
         # The keys that the last row of the program sees.
         end = tl.minimum(tl.max(tl.where(counts, position, 0), 0) + 1, seq_len)
         blocks = tl.cdiv(end, BLOCK_SIZE)
@@ -161,7 +157,8 @@ def query_lse_reference(attention: PagedAttention, lse: torch.Tensor) -> None:
         heads = query[begin:end].to(lse.dtype).unflatten(1, (kv_heads, attention.group))
         scores = capped(torch.einsum("qkgd,ktd->qkgt", heads, keys) * attention.scale, attention.soft_cap)
         rows = torch.arange(begin, end, device=query.device)
-        hidden = torch.arange(seq_len, device=query.device) > (seq_len - end + rows)[:, None]
+        seen = seq_len - end + rows + (0 if attention.ahead is None else attention.ahead[begin:end])
+        hidden = torch.arange(seq_len, device=query.device) > seen[:, None]
         logs = scores.masked_fill(hidden[:, None, None], -torch.inf).logsumexp(-1).flatten(1)
         if sinks is not None:
             logs = torch.logaddexp(logs, sinks.to(logs.dtype))

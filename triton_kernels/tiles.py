@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..compute.kernels.paged import PagedAttention
+from ..compute.kernels.paged import PagedAttention, require
 
 # Keys of one tile. Two tiles in flight with their values are 64 KiB of shared memory: three programs on a Hopper SM.
 TILE_BYTES = 16 * 1024
@@ -55,11 +55,6 @@ def tile_of(head_dim: int, block_size: int, dtype: torch.dtype, tile_bytes: int 
 def capability_of(device: torch.device) -> tuple[int, int]:
     """Return a GPU's compute capability, (9, 0) for Hopper; (0, 0) where kernels are interpreted."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-
-
-def require(valid: bool, sentence: str) -> None:
-    if not valid:
-        raise ValueError(sentence)
 
 
 def check_int32(**tensors: torch.Tensor) -> None:

@@ -3,16 +3,12 @@
 
 #include <ATen/Parallel.h>
 #include <torch/csrc/utils/pybind.h>
-#if defined(__x86_64__) && defined(__linux__)
-#include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "choose.h"
 #include "compact.h"
 #include "fold.h"
 #include "mass.h"
@@ -75,54 +71,6 @@ Packing check_packing(const string& layout, const Tensor& keys) {
   if (layout == "amx" && type != Type::bf16 && bytes_of(*type) > 1)
     throw py::type_error("layout 'amx' packs bfloat16 and float8 keys only");
   return {*type, layout == "amx"};
-}
-
-#if defined(__x86_64__)
-// Asks Linux for AMX's registers, for all threads of the process. False if the CPU has no AMX for
-// bfloat16, or Linux refuses.
-bool request_amx() {
-#if defined(__linux__)
-  constexpr unsigned kBf16 = 1u << 22, kTiles = 1u << 24;
-  constexpr long kRequestPermission = 0x1023, kTileData = 18;
-  unsigned a, b, c, d = 0;
-  __get_cpuid_count(7, 0, &a, &b, &c, &d);
-  return (d & kBf16) && (d & kTiles) && !syscall(SYS_arch_prctl, kRequestPermission, kTileData);
-#else
-  return false;
-#endif
-}
-#endif
-
-bool runs(const Kernel* kernel) {
-  if (!kernel) return false;
-#if defined(__x86_64__)
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
-                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-                      __builtin_cpu_supports("avx512vl");
-  if (kernel == avx2_kernel) return avx2;
-  if (kernel == avx512_kernel) return avx512;
-  const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
-  if (kernel == avx512_bf16_kernel) return bf16;
-  if (kernel == amx_bf16_kernel) return bf16 && request_amx();
-#endif
-  return true;
-}
-
-const Kernel& choose_kernel(const optional<string>& isa) {
-  // In the order of speed, the fastest first.
-  static const std::vector<const Kernel*> kernels = [] {
-    std::vector<const Kernel*> found;
-    for (const Kernel* kernel : {amx_bf16_kernel, avx512_bf16_kernel, avx512_kernel, avx2_kernel,
-                                 portable_kernel})
-      if (runs(kernel)) found.push_back(kernel);
-    return found;
-  }();
-  if (!isa) return *kernels.front();
-  for (const Kernel* kernel : kernels)
-    if (*isa == kernel->name) return *kernel;
-  throw py::value_error(
-      "isa must be amx_bf16, avx512_bf16, avx512, avx2 or portable, and one that this CPU runs");
 }
 
 string kernel_path(const optional<string>& isa) { return choose_kernel(isa).name; }
@@ -250,18 +198,6 @@ void decode_classes(const std::vector<py::object>& attentions, const Tensor& row
   const Kernel& kernel = choose_kernel(isa);
   py::gil_scoped_release release;
   vllm_evict::decode_mass(classes, kernel, at::get_num_threads());
-}
-
-const MoveRows* choose_moves(const optional<string>& isa) {
-  bool squeezes = avx512_moves != nullptr;
-#if defined(__x86_64__)
-  squeezes = squeezes && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-             __builtin_cpu_supports("avx512vbmi2");
-#endif
-  require(!isa || *isa == "portable" || (*isa == "avx512" && squeezes),
-          "isa must be avx512 or portable, and one that this CPU runs");
-  return squeezes && isa != "portable" ? avx512_moves : portable_moves;
 }
 
 void compact(const std::vector<Tensor>& caches, const Tensor& source, const Tensor& keep,
@@ -393,13 +329,6 @@ void resident_view(const Tensor& block_table, const Tensor& seq_lens, int64_t bl
   vllm_evict::resident_view(a, at::get_num_threads());
 }
 
-BlockLogits choose_logits(const optional<string>& isa) {
-  // The kernels of attention know what this CPU runs.
-  const string path = choose_kernel(isa).name;
-  if (avx512_logits && (path == "amx_bf16" || path.starts_with("avx512"))) return avx512_logits;
-  return avx2_logits && path == "avx2" ? avx2_logits : portable_logits;
-}
-
 const int32_t* check_ints(const py::handle& rows, const char* name, at::IntArrayRef sizes) {
   const auto tensor = field<Tensor>(rows, name);
   if (tensor.scalar_type() != at::kInt) throw py::type_error(string(name) + " must be int32");
@@ -408,12 +337,11 @@ const int32_t* check_ints(const py::handle& rows, const char* name, at::IntArray
   return tensor.const_data_ptr<int32_t>();
 }
 
-std::pair<int64_t, int64_t> reach(const py::handle& rows, const Tensor& query, const Tensor& index,
-                                  const Tensor& numbers, const Tensor& held, const Tensor& read,
-                                  const Tensor& picked, const Tensor& cache, const Tensor& host,
-                                  const Tensor& table, double scale, double soft_cap,
-                                  const optional<Tensor>& sinks, int64_t step,
-                                  const optional<string>& isa) {
+void reach(const py::handle& rows, const Tensor& query, const Tensor& index, const Tensor& numbers,
+           const Tensor& held, const Tensor& read, const Tensor& picked, const Tensor& scores,
+           const Tensor& counts, const Tensor& cache, const Tensor& host, const Tensor& table,
+           double scale, double soft_cap, const optional<Tensor>& sinks, int64_t step, int64_t fetch,
+           bool leads, const optional<string>& isa) {
   ReachArgs a{};
   a.query_type = check_floats(query, "query");
   a.index.signs = index.scalar_type() == at::kShort;
@@ -429,12 +357,17 @@ std::pair<int64_t, int64_t> reach(const py::handle& rows, const Tensor& query, c
           "index must have numbers of boxes or of signs");
   const auto written = field<Tensor>(rows, "written"), queries = field<Tensor>(rows, "queries");
   for (auto [tensor, name] : {std::pair{&numbers, "numbers"}, {&held, "held"}, {&read, "read"},
-                              {&picked, "picked"}, {&table, "table"}, {&written, "written"}})
+                              {&picked, "picked"}, {&counts, "counts"}, {&table, "table"},
+                              {&written, "written"}})
     check_tensor(*tensor, name, at::kInt, 2);
   require(numbers.is_contiguous() && held.is_contiguous() && read.is_contiguous() &&
               picked.is_contiguous() && held.sizes() == read.sizes() &&
-              held.sizes() == picked.sizes() && held.size(0) == numbers.size(0),
-          "numbers, held, read and picked must be contiguous, with a row for each slot");
+              held.sizes() == picked.sizes() && held.size(0) == numbers.size(0) &&
+              counts.is_contiguous() && counts.size(0) == numbers.size(0) && counts.size(1) == 3,
+          "numbers, held, read, picked and counts must be contiguous, with a row for each slot");
+  check_tensor(scores, "scores", at::kFloat, 2);
+  require(scores.is_contiguous() && scores.sizes() == numbers.sizes() && fetch >= 0,
+          "scores must be contiguous and as wide as numbers, and fetch at least 0");
   require(cache.is_cpu() && host.is_cpu() && cache.scalar_type() == host.scalar_type() &&
               cache.dim() == host.dim() && cache.dim() > 1 &&
               cache.sizes().slice(1) == host.sizes().slice(1) && cache[0].is_contiguous() &&
@@ -443,10 +376,10 @@ std::pair<int64_t, int64_t> reach(const py::handle& rows, const Tensor& query, c
   if (sinks) check_tensor(*sinks, "sinks", at::kFloat, 1);
   require(!sinks || sinks->size(0) == query.size(1), "sinks must have H elements");
   a.rows = queries.numel();
-  for (auto [to, name] : {std::pair{&a.queries, "queries"}, {&a.full, "full"}, {&a.first, "first"},
-                          {&a.end, "end"}, {&a.chosen, "chosen"}, {&a.rooms, "rooms"},
-                          {&a.slots, "slots"}, {&a.out_rows, "out_rows"},
-                          {&a.chooses, "chooses"}})
+  for (auto [to, name] : {std::pair{&a.queries, "queries"}, {&a.query_counts, "query_counts"},
+                          {&a.full, "full"}, {&a.blocks, "blocks"}, {&a.first, "first"}, {&a.end, "end"},
+                          {&a.chosen, "chosen"}, {&a.rooms, "rooms"}, {&a.slots, "slots"},
+                          {&a.out_rows, "out_rows"}, {&a.chooses, "chooses"}})
     *to = check_ints(rows, name, {a.rows});
   a.written = written.const_data_ptr<int32_t>();
   a.written_stride = written.stride(0);
@@ -454,9 +387,10 @@ std::pair<int64_t, int64_t> reach(const py::handle& rows, const Tensor& query, c
   a.numbers = numbers.const_data_ptr<int32_t>();
   a.width = numbers.size(1);
   a.pool = field<int64_t>(rows, "pool");
-  require(std::all_of(a.queries, a.queries + a.rows,
-                      [&](int32_t at) { return at >= 0 && at < query.size(0); }),
-          "queries must be tokens of query");
+  for (int64_t row = 0; row < a.rows; ++row)
+    require(a.queries[row] >= 0 && a.query_counts[row] > 0 &&
+                a.queries[row] + a.query_counts[row] <= query.size(0),
+            "queries must be tokens of query");
   a.query = query.const_data_ptr();
   a.query_token_stride = query.stride(0);
   a.query_head_stride = query.stride(1);
@@ -470,6 +404,10 @@ std::pair<int64_t, int64_t> reach(const py::handle& rows, const Tensor& query, c
   a.held = held.mutable_data_ptr<int32_t>();
   a.read = read.mutable_data_ptr<int32_t>();
   a.picked = picked.mutable_data_ptr<int32_t>();
+  a.scores = scores.mutable_data_ptr<float>();
+  a.counts = counts.mutable_data_ptr<int32_t>();
+  a.fetch = fetch;
+  a.leads = leads;
   a.num_slots = held.size(0);
   a.room = held.size(1);
   a.step = static_cast<int32_t>(step);
@@ -486,8 +424,7 @@ std::pair<int64_t, int64_t> reach(const py::handle& rows, const Tensor& query, c
   a.out_width = table.size(1);
   const BlockLogits logits = choose_logits(isa);
   py::gil_scoped_release release;
-  const ReachCounts counts = vllm_evict::reach(a, logits, at::get_num_threads());
-  return {counts.from_host, counts.in_room};
+  vllm_evict::reach(a, logits, at::get_num_threads());
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The kernel. A source file for each instruction set includes it, and defines
+// The kernel. A source file for each instruction set includes it, after isa.h, which defines
 //   ISA         the namespace of this copy, and its name,
 //   LANES       floats in a vector register,
 //   REGISTERS   how many such registers there are,

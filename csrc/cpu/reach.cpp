@@ -27,8 +27,8 @@ float widened(const void* from, Type type, int64_t at) {
 
 // Scratch of one thread.
 struct Scratch {
-  std::vector<float> query, logits, scores;
-  std::vector<int32_t> places, order, free;
+  std::vector<float> query, logits, shares;
+  std::vector<int32_t> places, order, over, free;
   std::vector<char> taken;
 };
 
@@ -40,43 +40,83 @@ const int32_t* numbers_of(const ReachArgs& a, int64_t row) {
   return a.numbers + a.slots[row] * a.width;
 }
 
-// The share of attention that the row's query may pay to each full block, summed up over heads.
+// The share of attention that a query of the row may pay to each full block, summed up over heads;
+// of several queries the largest.
 void score(const ReachArgs& a, BlockLogits block_logits, int64_t row, Scratch& s) {
-  const int64_t group = a.heads / a.index.kv_heads, full = a.full[row], size = 2 * a.dim;
-  s.query.resize(group * size);
-  s.logits.resize(group * full);
-  s.scores.assign(full, 0.f);
+  const int64_t group = a.heads / a.index.kv_heads, full = a.full[row], size = 2 * a.dim,
+                count = a.query_counts[row];
+  s.query.resize(count * group * size);
+  s.logits.resize(count * group * full);
+  s.shares.assign(count * full, 0.f);
   s.places.resize(full);
   const int32_t *numbers = numbers_of(a, row), *written = written_of(a, row);
   for (int64_t n = 0; n < full; ++n)
     s.places[n] = numbers[n] >= 0 ? static_cast<int32_t>(a.pool) + numbers[n] : written[n];
   for (int64_t head = 0; head < a.index.kv_heads; ++head) {
-    for (int64_t g = 0; g < group; ++g)
+    for (int64_t i = 0; i < count * group; ++i)
       for (int64_t d = 0; d < a.dim; ++d) {
-        const int64_t at = a.queries[row] * a.query_token_stride +
-                           (head * group + g) * a.query_head_stride + d;
+        const int64_t at = (a.queries[row] + i / group) * a.query_token_stride +
+                           (head * group + i % group) * a.query_head_stride + d;
         const float q = widened(a.query, a.query_type, at) * a.scale;
-        s.query[g * size + d] = a.index.signs ? q : std::max(q, 0.f);
-        s.query[g * size + a.dim + d] = std::min(q, 0.f);
+        s.query[i * size + d] = a.index.signs ? q : std::max(q, 0.f);
+        s.query[i * size + a.dim + d] = std::min(q, 0.f);
       }
-    block_logits(s.query.data(), group, a.dim, a.index, head, a.soft_cap, s.places.data(), full,
-                 s.logits.data(), full);
-    for (int64_t g = 0; g < group; ++g) {
-      float* own = s.logits.data() + g * full;
+    block_logits(s.query.data(), count * group, a.dim, a.index, head, a.soft_cap, s.places.data(),
+                 full, s.logits.data(), full);
+    for (int64_t i = 0; i < count * group; ++i) {
+      float *own = s.logits.data() + i * full, *shares = s.shares.data() + i / group * full;
       if (a.soft_cap > 0 && !a.index.signs)
         for (int64_t n = 0; n < full; ++n) own[n] = a.soft_cap * std::tanh(own[n] / a.soft_cap);
-      const float sink = a.sinks ? a.sinks[head * group + g] : -std::numeric_limits<float>::infinity();
+      const float sink =
+          a.sinks ? a.sinks[head * group + i % group] : -std::numeric_limits<float>::infinity();
       const float peak = std::max(*std::max_element(own, own + full), sink);
       float sum = std::exp(sink - peak);
       for (int64_t n = 0; n < full; ++n) sum += own[n] = std::exp(own[n] - peak);
-      for (int64_t n = 0; n < full; ++n) s.scores[n] += own[n] / sum;
+      for (int64_t n = 0; n < full; ++n) shares[n] += own[n] / sum;
     }
   }
+  float* scores = a.scores + a.slots[row] * a.width;
+  std::copy_n(s.shares.data(), full, scores);
+  for (int64_t i = 1; i < count; ++i)
+    for (int64_t n = 0; n < full; ++n) scores[n] = std::max(scores[n], s.shares[i * full + n]);
 }
 
-// Brings the chosen blocks of one row into its room, and notes them.
-ReachCounts fetch(const ReachArgs& a, int64_t row, Scratch& s) {
-  ReachCounts counts{0, 0};
+// Puts candidates in order, those that the row reads first: the best ones, of equal ones the oldest.
+// Returns how many of the best ones it reads others in place of.
+int64_t choose(const ReachArgs& a, int64_t row, Scratch& s) {
+  const float* scores = a.scores + a.slots[row] * a.width;
+  const int32_t *numbers = numbers_of(a, row), *held = a.held + a.slots[row] * a.room;
+  const int64_t chosen = a.chosen[row];
+  s.order.resize(a.end[row] - a.first[row]);
+  std::iota(s.order.begin(), s.order.end(), a.first[row]);
+  std::partial_sort(s.order.begin(), a.fetch ? s.order.end() : s.order.begin() + chosen,
+                    s.order.end(), [&](int32_t one, int32_t other) {
+                      return scores[one] != scores[other] ? scores[one] > scores[other]
+                                                          : one < other;
+                    });
+  if (!a.fetch) return 0;
+  // Blocks over the bound come after all others.
+  int64_t absent = 0, kept = 0, cut = 0, rank = 0;
+  s.over.clear();
+  for (const int32_t block : s.order) {
+    const bool there =
+        numbers[block] < 0 || std::find(held, held + a.rooms[row], block) != held + a.rooms[row];
+    const bool best = rank++ < chosen;
+    if (!there && ++absent > a.fetch) {
+      s.over.push_back(block);
+      cut += best;
+    } else {
+      s.order[kept++] = block;
+    }
+    if (kept == chosen) return cut;
+  }
+  std::copy(s.over.begin(), s.over.end(), s.order.begin() + kept);
+  return std::max<int64_t>(cut - (chosen - kept), 0);
+}
+
+// Brings the chosen blocks of one row into its room, and notes and counts them.
+void fetch(const ReachArgs& a, int64_t row, Scratch& s) {
+  int32_t* counts = a.counts + a.slots[row] * 3;
   const int32_t *numbers = numbers_of(a, row), *written = written_of(a, row);
   const int32_t* room = written + a.first[row];
   const int64_t at = a.slots[row] * a.room;
@@ -90,10 +130,9 @@ ReachCounts fetch(const ReachArgs& a, int64_t row, Scratch& s) {
       out[i] = written[block];
       continue;
     }
-    ++counts.from_host;
     const int64_t place = std::find(held, held + a.rooms[row], block) - held;
     if (place == a.rooms[row]) continue;
-    ++counts.in_room;
+    ++counts[1];
     s.taken[place] = 1;
     read[place] = a.step;
     out[i] = room[place];
@@ -113,8 +152,8 @@ ReachCounts fetch(const ReachArgs& a, int64_t row, Scratch& s) {
     held[place] = block;
     read[place] = a.step;
     out[i] = room[place];
+    ++counts[0];
   }
-  return counts;
 }
 
 // Names in the table what a row reads: blocks before `first`, chosen ones, blocks from `end` on.
@@ -123,7 +162,7 @@ void name(const ReachArgs& a, int64_t row) {
   int32_t* out = a.out + a.out_rows[row] * a.out_stride;
   out = std::copy_n(written, a.first[row], out);
   out = std::copy_n(picked, a.chosen[row], out);
-  std::copy(written + a.end[row], written + a.full[row] + 1, out);
+  std::copy(written + a.end[row], written + a.blocks[row], out);
 }
 
 bool within(const int32_t* values, int64_t count, int64_t least, int64_t below) {
@@ -136,10 +175,10 @@ void check(const ReachArgs& a) {
     throw std::invalid_argument("slots and rows of the table must be in range");
   for (int64_t row = 0; row < a.rows; ++row) {
     const int64_t full = a.full[row], first = a.first[row], end = a.end[row],
-                  chosen = a.chosen[row], room = a.rooms[row];
-    if (full < 1 || full > a.width || full + 1 > a.written_width || first < 0 || first > end ||
-        end > full || chosen < 0 || chosen > end - first || chosen > room || room > a.room ||
-        first + room > full || first + chosen + full + 1 - end > a.out_width)
+                  chosen = a.chosen[row], room = a.rooms[row], blocks = a.blocks[row];
+    if (full < 1 || full > a.width || blocks <= full || blocks > a.written_width || first < 0 ||
+        first > end || end > full || chosen < 0 || chosen > end - first || chosen > room ||
+        room > a.room || first + room > full || first + chosen + blocks - end > a.out_width)
       throw std::invalid_argument("a row must choose as many of its candidates as its room holds");
     if (!a.chooses[row]) {
       if (!within(a.picked + a.slots[row] * a.room, chosen, 0, a.cache_pages))
@@ -157,10 +196,9 @@ void check(const ReachArgs& a) {
 
 }  // namespace
 
-ReachCounts reach(const ReachArgs& a, BlockLogits block_logits, int threads) {
+void reach(const ReachArgs& a, BlockLogits block_logits, int threads) {
   check(a);
-  int64_t from_host = 0, in_room = 0;
-#pragma omp parallel num_threads(threads) if (threads > 1 && a.rows > 1) reduction(+ : from_host, in_room)
+#pragma omp parallel num_threads(threads) if (threads > 1 && a.rows > 1)
   {
     Scratch s;
 #pragma omp for schedule(dynamic)
@@ -169,22 +207,12 @@ ReachCounts reach(const ReachArgs& a, BlockLogits block_logits, int threads) {
         name(a, row);
         continue;
       }
-      score(a, block_logits, row, s);
-      s.order.resize(a.end[row] - a.first[row]);
-      std::iota(s.order.begin(), s.order.end(), a.first[row]);
-      // The best ones, of equal ones the oldest.
-      std::partial_sort(s.order.begin(), s.order.begin() + a.chosen[row], s.order.end(),
-                        [&](int32_t one, int32_t other) {
-                          return s.scores[one] != s.scores[other] ? s.scores[one] > s.scores[other]
-                                                                  : one < other;
-                        });
-      const ReachCounts counts = fetch(a, row, s);
+      if (a.leads) score(a, block_logits, row, s);
+      a.counts[a.slots[row] * 3 + 2] += static_cast<int32_t>(choose(a, row, s));
+      fetch(a, row, s);
       name(a, row);
-      from_host += counts.from_host;
-      in_room += counts.in_room;
     }
   }
-  return {from_host, in_room};
 }
 
 }  // namespace vllm_evict

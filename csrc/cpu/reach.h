@@ -26,10 +26,14 @@ struct ReachArgs {
   ReachIndex index;
   float scale, soft_cap;
   const float* sinks;  // [heads], logits that belong to no block, or null
-  // Of each row: its query; its full blocks; candidates [first, end); how many are chosen; blocks of
-  // its room; its row in `numbers`, `held`, `read` and `picked`; its row in `written` and `out`;
-  // whether it chooses, or reads what it chose last.
-  const int32_t *queries, *full, *first, *end, *chosen, *rooms, *slots, *out_rows, *chooses;
+  float* scores;  // [slots, width], of full blocks: written by layers that lead, else read
+  bool leads;
+  int64_t fetch;  // most blocks that come into a room; 0: any number
+  // Of each row: its first query, and how many it has; its full blocks, which are scored, and all its
+  // blocks; candidates [first, end); how many are chosen; blocks of its room; its row in arrays of
+  // slots; its row in `written` and `out`; whether it chooses, or reads what it chose last.
+  const int32_t *queries, *query_counts, *full, *blocks, *first, *end, *chosen, *rooms, *slots,
+      *out_rows, *chooses;
   int64_t rows;
   const int32_t* written;  // [>= rows, written_width], of each logical block its block of the pool
   int64_t written_stride, written_width;
@@ -38,6 +42,7 @@ struct ReachArgs {
   int64_t pool;  // place in the index of host block 0; a block of the pool has its own
   // [slots, room]: logical block in each block of a room; step that read it last; chosen blocks.
   int32_t *held, *read, *picked;
+  int32_t* counts;  // [slots, 3], added up: blocks that came, that were there, that `fetch` cut
   int64_t num_slots, room;
   int32_t step;
   char* cache;       // pages of the pool
@@ -45,10 +50,6 @@ struct ReachArgs {
   int64_t cache_stride, host_stride, page_bytes, cache_pages, host_pages;
   int32_t* out;  // [>= rows, out_width], block table
   int64_t out_stride, out_width, num_out_rows;
-};
-
-struct ReachCounts {
-  int64_t from_host, in_room;
 };
 
 // Writes logits[query * stride + n], what attention one KV head of the block at places[n] may draw.
@@ -61,6 +62,6 @@ using BlockLogits = void (*)(const float* query, int64_t count, int64_t dim, con
 extern const BlockLogits avx512_logits, avx2_logits, portable_logits;
 
 // Throws std::invalid_argument, before it writes anything, if an index is out of range.
-ReachCounts reach(const ReachArgs&, BlockLogits, int threads);
+void reach(const ReachArgs&, BlockLogits, int threads);
 
 }  // namespace vllm_evict

@@ -1,6 +1,5 @@
 // Logits of blocks: products of queries with boxes, or with signs of keys. A source file for each instruction set
-// includes it, and defines ISA, LANES, and WIDEN_U16 and WIDEN_F16 if there are instructions for them (see
-// mass_kernel.h).
+// includes it, after isa.h (see mass_kernel.h).
 
 #include "reach.h"
 #include "vectors.h"

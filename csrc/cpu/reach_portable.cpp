@@ -1,7 +1,7 @@
-#define ISA portable_reach
+#define ISA portable
 #define LANES 4
 #include "reach_kernel.h"
 
 namespace vllm_evict {
-const BlockLogits portable_logits = portable_reach::block_logits;
+const BlockLogits portable_logits = portable::block_logits;
 }

@@ -8,9 +8,7 @@ import torch
 from parts import part_of, tokens_of
 
 from vllm_evict.compute import cached, compaction, originals, prompts, sums
-from vllm_evict.compute.attention import device
 from vllm_evict.compute.attention.device import DeviceOps
-from vllm_evict.compute.attention.store import LayerStore
 from vllm_evict.compute.graphs import Attends
 from vllm_evict.compute.group import GroupRuntime
 from vllm_evict.compute.holes import Start
@@ -24,6 +22,7 @@ from vllm_evict.compute.probes import LayerCall
 from vllm_evict.compute.prompts import PromptScores
 from vllm_evict.compute.runtime import EvictionRuntime
 from vllm_evict.compute.shape import Shape
+from vllm_evict.compute.store import Store
 from vllm_evict.compute.tokens import TokenBuffers, TokenStep
 from vllm_evict.compute.work import StepWork
 from vllm_evict.config import KVPolicyConfig
@@ -97,6 +96,9 @@ class Ops:
         total = 1.0 if weights is None else weights.sum()
         out += HEADS // out.shape[1] * total * torch.arange(1.0, out.shape[2] + 1)
 
+    def ahead(self, metadata):
+        return None
+
     def mass_of(self, call, queries, width):
         return on_device(torch.rand(len(queries.tokens), HEADS, width, generator=torch.Generator().manual_seed(0)))
 
@@ -156,7 +158,7 @@ def steps(policy, wrap, in_graphs=False, rejected=None, **options):
             table[0, holes] = HOLE
         if step == 1 and by_token:
             resident, target = list(range(1, 11)), list(range(2, 7))
-            compactions = [Compaction("r", 0, config, resident, LENGTH - 2, 1, 7, target, LENGTH - 3)]
+            compactions = [Compaction("r", 0, resident, target, config, LENGTH - 2, 1, 7, LENGTH - 3)]
         if step in (0, 2) and by_token:
             plan.judged = {"r": step}
         elif step in (0, 2):
@@ -280,13 +282,14 @@ def moved_up(wrap, to_device, monkeypatch):
     caches = [torch.randn(20, HEADS, SIZE, 2 * DIM, generator=torch.Generator().manual_seed(3)) for _ in range(LAYERS)]
     rotation = Rotation(wrap(torch.tensor([0.3, 0.02], dtype=torch.float64)), neox=True)
     given = [(torch.nn.Identity(), wrap(cache)) for cache in caches]
-    store = LayerStore(DeviceOps(), lambda: given, {layer: rotation for layer, _ in given})
+    for layer, _ in given:
+        layer.impl = SimpleNamespace(head_size=DIM)
+    store = Store(DeviceOps(), lambda: given, {layer: rotation for layer, _ in given})
     monkeypatch.setattr(originals, "to_device", to_device)
-    monkeypatch.setattr(device, "halves", lambda cache: (cache[..., :DIM], cache[..., DIM:]))
     config = KVPolicyConfig.parse({"name": "h2o", **BASE, "context": 128})
     runtime = EvictionRuntime([GroupRuntime(config, Shape(SIZE, 4, 256, HEADS, LAYERS), store)])
-    first = KeyRotation("r", 0, [0, 1, 4], [3, 5, 9], [12, 5, 9], [64, 64, 16], [False] * 3)
-    for move in (first, KeyRotation("r", 0, [1, 4], [5, 9], [5, 9], [96, 48], [True] * 2)):
+    first = KeyRotation("r", 0, [3, 5, 9], [12, 5, 9], [0, 1, 4], [64, 64, 16], [False] * 3)
+    for move in (first, KeyRotation("r", 0, [5, 9], [5, 9], [1, 4], [96, 48], [True] * 2)):
         runtime.plan = EvictionPlan([GroupPlan()], [move])
         runtime.rearrange(None)
     return caches

@@ -4,6 +4,7 @@ Kernels of the plugin run under Triton's interpreter (test_device_backends.py ha
 """
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -36,7 +37,7 @@ class Layer(SimpleNamespace):
 
 def fp8_layer():
     scales = {"_q_scale_float": 0.5, "_k_scale_float": 0.3, "_v_scale_float": 1.7}
-    return Layer(dtype=torch.float32, impl=SimpleNamespace(scale=0.2), **scales)
+    return Layer(dtype=torch.float32, impl=SimpleNamespace(scale=0.2, head_size=32), **scales)
 
 
 def fp8_pages(layer, heads, dim=32, blocks=7):
@@ -168,7 +169,7 @@ def test_split_heads_of_fp8_write_outputs_in_the_model_s_dtype(monkeypatch):
 
     holder = SimpleNamespace(kv_cache=torch.zeros(1, 1, 16, 32))
     heads = [slice(i, i + 1) for i in range(2)]
-    parts = [split.Part(name, its, its, slice(0, 1), Impl(), holder, 1) for name, its in zip("ab", heads)]
+    parts = [split.LayerPart(name, its, its, slice(0, 1), Impl(), holder, 1) for name, its in zip("ab", heads)]
     context = SimpleNamespace(
         attn_metadata=dict.fromkeys("ab", SimpleNamespace(slot_mapping=None, kv_evict_step_work=object()))
     )
@@ -199,7 +200,7 @@ def test_own_work_is_done_with_queries_in_the_model_s_dtype():
     def do(call):
         seen.append(call.query)
 
-    metadata = SimpleNamespace(**{STEP_WORK: SimpleNamespace(is_all=False, measures=False, do=do)})
+    metadata = SimpleNamespace(**{STEP_WORK: SimpleNamespace(is_all=False, measures=False, precedes=False, do=do)})
     query = torch.randn(3, 2, 16).to(torch.float8_e4m3fn)
     working_impl(Impl, TritonOps(), set())().forward(layer, query, None, None, None, metadata, None)
     stock, own = seen
@@ -219,10 +220,11 @@ def test_tokens_move_within_a_layer_s_heads(target, ordered):
     keep = torch.rand(2, 2, 3 * BLOCK, generator=random).argsort(2)[..., : 2 * BLOCK].sort(2).values.int()
     expected, ops = pages.clone(), TritonOps()
     compact_reference([expected[:, :2], expected[:, 2:4]], source, keep, target)
-    ops.compact(None, [pages[:, :2], pages[:, 2:4]], source, keep, target)
+    layer = SimpleNamespace(impl=SimpleNamespace(head_size=256))
+    ops.compact(layer, [pages[:, :2], pages[:, 2:4]], source, keep, target)
     assert torch.equal(pages, expected)
-    keys, values = ops.read(None, expected[:, 2:4], target.long())
-    ops.write(None, pages[:, :2], target.long(), keys.double(), values)
+    keys, values = ops.read(layer, expected[:, 2:4], target.long())
+    ops.write(layer, pages[:, :2], target.long(), keys.double(), values)
     expected[target.long(), :2] = torch.cat((keys, values), 3)
     assert torch.equal(pages, expected)
 
@@ -245,7 +247,7 @@ def test_flash_attention_is_heard_only_where_its_lse_is_wanted(monkeypatch):
 
     monkeypatch.setattr(flash_attn, "flash_attn_varlen_func", kernel, raising=False)
     ops = FlashOps()
-    ops.capture_lse = capture_lse
+    ops.capture_lse = partial(capture_lse, "FLASH_ATTN")
     for heard in (given, torch.randn(5, 4, generator=random)):
         given = heard
         with ops.attending():
@@ -283,7 +285,7 @@ class LatentBatch:
             slots = torch.randn(count * block_size, dims, generator=random)
             slots[length:] = torch.nan
             pages[row[:count].long()] = slots.unflatten(0, (count, block_size))
-        self.layer = SimpleNamespace(impl=SimpleNamespace(scale=dims**-0.5), kv_lora_rank=dims - 16)
+        self.layer = SimpleNamespace(impl=SimpleNamespace(scale=dims**-0.5, head_size=dims), kv_lora_rank=dims - 16)
         self.layer._k_scale_float = 0.5 if fp8 else 1.0
         self.stored = pages.to(torch.float8_e4m3fn).view(torch.uint8) if fp8 else pages
         self.pages = self.stored.view(torch.float8_e4m3fn).float() * 0.5 if fp8 else pages

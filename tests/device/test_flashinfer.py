@@ -6,6 +6,7 @@ On each kind of kernels that vLLM chooses by the device. Like test_device_backen
 import pytest
 import test_device_backends
 import test_full_graphs
+import test_reach_devices
 import test_sliding_devices
 import test_warmup
 from engine import random_prompt
@@ -45,6 +46,8 @@ def backend(request, monkeypatch):
 
 
 KERNELS = [on(name) for name in CAPABILITIES]
+#: Those that plan by lengths on the host, and those that take no plan.
+FEW = [on("native"), on("trtllm")]
 
 
 @pytest.mark.parametrize("backend", KERNELS, indirect=True)
@@ -54,7 +57,7 @@ def test_full_is_stock(server, backend):
 
 #: Layouts of caches, heads or tokens first.
 LAYOUTS = {"native": "LBNHC", "native-HND": "LBHNC", "xqa": "LBNHC", "trtllm": "LBHNC"}
-MATCHED = [on(kernels, name) for kernels in CAPABILITIES for name in ("h2o", "sink-window")]
+MATCHED = [on("native", "sink-window"), *(on(kernels, "h2o") for kernels in CAPABILITIES)]
 MATCHED += [on("native-HND", "h2o"), on("trtllm", "keydiff"), on("native", "scissorhands")]
 
 
@@ -74,8 +77,7 @@ def test_evictions_and_logprobs_match_the_dense_oracle(request, server, backend,
     subject.assert_nothing_left()
 
 
-HYBRIDS = [on(kernels, "h2o") for kernels in CAPABILITIES]
-HYBRIDS += [on("native", "sink-window"), on("trtllm", "scissorhands")]
+HYBRIDS = [on("native", "h2o"), on("xqa", "h2o"), on("trtllm", "scissorhands")]
 
 
 @pytest.mark.oracle("hybrids")
@@ -132,7 +134,7 @@ def test_nothing_is_planned_where_the_plugin_decodes_all(server, backend, monkey
 
 
 @pytest.mark.both_runners("trtllm")
-@pytest.mark.parametrize("backend", KERNELS, indirect=True)
+@pytest.mark.parametrize("backend", FEW, indirect=True)
 def test_lengths_on_the_host_are_exact_two_steps_ahead(server, backend, async_stays):
     """Under async scheduling a step is built before its tokens are known; the stand-in compares lengths in each."""
     names, tokens = ["sink-window", "h2o", "full"], []
@@ -149,7 +151,7 @@ def test_lengths_on_the_host_are_exact_two_steps_ahead(server, backend, async_st
 
 
 @pytest.mark.both_runners("native-sink-window")
-@pytest.mark.parametrize("backend, name", MATCHED[:6], indirect=["backend"])
+@pytest.mark.parametrize("backend, name", MATCHED[:4], indirect=["backend"])
 def test_every_decode_is_replayed_from_a_full_graph(replaying, graphs, dense, backend, name):
     """vLLM's kernel on plans that are made anew before each replay, or the plugin's, for which none is."""
     check_decodes_are_replayed(replaying, graphs, dense, name, DECODES[backend.kernels])
@@ -160,19 +162,19 @@ def test_every_decode_is_replayed_from_a_full_graph(replaying, graphs, dense, ba
 
 @pytest.mark.parametrize("backend", [on("native")], indirect=True)
 def test_decodes_beside_graphs_keep_no_memory_for_each_batch_size(replaying, graphs, dense, backend, monkeypatch):
-    """Measured beside vLLM's kernel they are in no graph; three are no size of one."""
+    """Measured beside vLLM's kernel in a graph of four, since three are no size of one."""
     monkeypatch.setenv("VLLM_EVICT_DECODE", "stock")
     subject = replaying(POLICIES["h2o"])
     requests = [(random_prompt(length), {"max_tokens": 12, "logprobs": 0}) for length in (76, 61, 58)]
     for prompt, output, trace in subject.answered(requests):
         assert assert_like_oracle(dense, prompt, output, trace, POLICIES["h2o"], block_size=BLOCK)
-    assert [1, 1, 1] in subject.steps and not graphs.replayed and backend.calls["decode"] > 20
+    assert [1, 1, 1] in subject.steps and len(graphs.replayed) > 8
     assert sorted(backend.sizes) == [1, 2, 4], "sizes of graphs"
     subject.assert_nothing_left()
 
 
 @pytest.mark.both_runners("trtllm")
-@pytest.mark.parametrize("backend", KERNELS, indirect=True)
+@pytest.mark.parametrize("backend", FEW, indirect=True)
 def test_full_is_stock_to_the_byte_in_full_graphs(replaying, graphs, backend):
     check_full_is_stock(replaying, graphs)
 
@@ -191,14 +193,24 @@ def test_fp8_caches_match_the_dense_oracle(server, backend, tiny, monkeypatch, n
     assert backend.calls["trtllm_context"] or backend.calls["prefill"]
 
 
+@pytest.mark.oracle("full attention")
+@pytest.mark.both_runners("native-bound")
+@pytest.mark.parametrize(
+    "backend, fields", [on("native", "bound"), on("xqa", "signs"), on("trtllm", "bound")], indirect=["backend"]
+)
+def test_layers_reach_blocks_of_the_host(server, dense, poisoned, backend, fields):
+    """Rows of tables, or indices of pages, are written by each layer."""
+    test_reach_devices.check_answers(server, dense, test_reach_devices.FIELDS[fields])
+
+
 @pytest.mark.oracle("sliding windows")
-@pytest.mark.parametrize("backend", KERNELS, indirect=True)
+@pytest.mark.parametrize("backend", FEW, indirect=True)
 def test_windows_beside_full_attention_match_the_dense_oracle(server, backend, sliding):
     """By plans and kernels of their own, which stay vLLM's."""
     test_sliding_devices.check_evictions(server, sliding, "h2o")
 
 
-@pytest.mark.parametrize("backend", KERNELS, indirect=True)
+@pytest.mark.parametrize("backend", FEW, indirect=True)
 def test_windows_beside_full_attention_are_replayed(replaying, graphs, backend, sliding):
     test_sliding_devices.check_decodes_are_replayed(replaying, graphs, sliding, "h2o", DECODES[backend.kernels])
 

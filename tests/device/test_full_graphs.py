@@ -81,15 +81,16 @@ def test_every_decode_is_replayed_and_matches_the_dense_oracle(replaying, graphs
     check_decodes_are_replayed(replaying, graphs, dense, name, STOCK["fa" if backend else "triton"])
 
 
-def check_decodes_are_replayed(replaying, graphs, dense, name, stock_kernel):
+def check_decodes_are_replayed(replaying, graphs, dense, name, stock_kernel, beside=False):
     """One prompt longer than the budget, one that outgrows it while it decodes, one that never does."""
     policy = {**POLICIES, **MEASURED}[name]
     subject = replaying(policy if name in MEASURED else {**policy, "allow": []})
     for key, graph in graphs.of(subject).items():
         launched, own = Counter(graph.names), type(key).__name__.startswith("Own")
-        assert launched[stock_kernel] == (0 if own else 2)
-        assert [launched[kernel] for kernel in OWN] == ([2, 2] if own else [0, 0])
-        assert launched["_take"] == (2 if own and name in BY_LAYER else 0)
+        assert launched[stock_kernel] == (0 if own and not beside else 2)
+        assert [launched[kernel] for kernel in OWN] == ([2, 2] if own and not beside else [0, 0])
+        assert launched["_mass_from_lse"] == (2 if own and beside else 0)
+        assert launched["_take"] == (2 if own and (name in BY_LAYER or beside) else 0)
     assert len(graphs.captured) == (6 if name in MEASURED else 3), "sizes 1, 2 and 4"
     lengths = [(100, 17), (61, 14), (20, 26)]
     requests = [(random_prompt(length), {"max_tokens": tokens, "logprobs": 0}) for length, tokens in lengths]
@@ -195,6 +196,13 @@ def check_full_is_stock(replaying, graphs):
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.parametrize("backend", EITHER, indirect=True)
+def test_mass_beside_a_kernel_of_vllm_s(replaying, graphs, dense, backend, monkeypatch):
+    """Where the plugin's kernel attends to nothing, a graph of vLLM's kernel measures."""
+    monkeypatch.setenv("VLLM_EVICT_DECODE", "stock")
+    check_decodes_are_replayed(replaying, graphs, dense, "h2o", STOCK["triton" if V2 else "fa"], beside=True)
+
+
 class TestNotInAGraph:
     """What full graphs can't hold runs without one, and gives what it should."""
 
@@ -214,13 +222,6 @@ class TestNotInAGraph:
         subject = replaying(policy)
         assert subject.runtime.shape.graph_tokens == 64
         self.check(subject, graphs, dense, policy, replayed=None)
-
-    @pytest.mark.parametrize("backend", EITHER, indirect=True)
-    def test_mass_beside_a_kernel_of_vllm_s(self, replaying, graphs, dense, backend, monkeypatch):
-        monkeypatch.setenv("VLLM_EVICT_DECODE", "stock")
-        subject = replaying(POLICIES["h2o"])
-        assert len(graphs.captured) == 3
-        self.check(subject, graphs, dense, POLICIES["h2o"], replayed=0)
 
     def check(self, subject, graphs, dense, policy, replayed, **request):
         prompt = random_prompt(76)

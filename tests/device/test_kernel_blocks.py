@@ -9,7 +9,7 @@ import torch
 from vllm_evict.compute.attention.kernel_blocks import with_kernel_blocks
 from vllm_evict.compute.attention.ops import ops_for
 from vllm_evict.compute.attention.triton import TritonOps
-from vllm_evict.compute.kernel_blocks import KernelBlocks
+from vllm_evict.compute.kernel_blocks import KernelBlockViews
 from vllm_evict.compute.kernels.queries import Queries
 from vllm_evict.compute.probes import LayerCall, Measured
 
@@ -122,7 +122,7 @@ def test_a_drafters_pass_gets_a_view_of_kernel_blocks(holes, in_step):
         views=SimpleNamespace(memory=lambda _: SimpleNamespace(table=TABLE), table_of=lambda _: TABLE.int()),
     )
     metadata = Pass(split(TABLE).int(), 3 * BLOCK)
-    viewed = KernelBlocks(group, KERNEL).drafting_view(metadata)
+    viewed = KernelBlockViews(group, KERNEL).drafting_view(metadata)
     assert torch.equal(seen[0], TABLE.int()) and (viewed is metadata) == (not holes)
     if holes:
         assert torch.equal(viewed.block_table_tensor[:, : 2 * COUNT], split(TABLE[:, [0, 2]]).int())

@@ -156,9 +156,9 @@ def test_what_is_set_aside_covers_what_requests_take(server, monkeypatch, name):
         tests = part_of(group, BlockMass)._tests
         buffers = sums.buffers(*full, torch.zeros(4), None, tests)
         mass += buffers.mass.nbytes + (0 if buffers.layer is None else buffers.layer.nbytes)
-        mass += layers.sizes(subject.worker.vllm_config)[2] * (3 if tests else 1) + measure.PIVOT_SCRATCH * tests
+        mass += group.shape.queries * (3 if tests else 1) + measure.PIVOT_SCRATCH * tests
     if (tokens := tokens_of(group)) is not None:
-        mass += tokens.token_buffers(*full).mass.nbytes
+        mass += tokens.token_buffers(*full, 1).mass.nbytes
     assert mass <= needs.step
     if tokens is not None:
         assert not tokens.outgrown and tokens.pages == min(subject.pool.num_gpu_blocks, 4 * group.shape.held_blocks)
@@ -169,9 +169,11 @@ def test_needs_of_a_decision_follow_from_the_heads_of_a_layer():
     """Statistics of keys are computed layer by layer, so the number of layers adds nothing."""
     store = SimpleNamespace(read=None, kept_bytes=0)
     for count in (2, 40):
-        group = GroupRuntime(KVPolicyConfig.parse(CASES["keydiff"]), Shape(16, 2, 256, 8, count), store)
+        group = GroupRuntime(
+            KVPolicyConfig.parse(CASES["keydiff"]), Shape(16, 2, 256, 8, count, head_size=64, itemsize=2), store
+        )
         keys = group.shape.held_blocks * 16 * 8 * 64
-        needs = memory.needs([group], head_size=64, itemsize=2, queries=0)
+        needs = memory.needs([group])
         assert needs.between == keys * (2 * 2 + OF_DIMENSION) + AT_A_TIME
 
 

@@ -12,23 +12,30 @@ from triton_batch import WHERE_KERNELS_RUN
 pytestmark = WHERE_KERNELS_RUN
 
 
-@pytest.fixture(scope="module", params=[80, 90, 100])
+#: Compute capability -> shapes that are compiled here, by their number in triton_compile.py: Llama 3, latents, fp8, gpt-oss.
+CHOSEN = {80: (0, 11), 90: (0, 5, 8, 11), 100: (0, 8)}
+
+
+@pytest.fixture(scope="module", params=CHOSEN)
 def launches(request, tmp_path_factory):
     """Compute capability, and what each launch took there."""
     if sys.platform != "linux":
         pytest.skip("Triton has its ptxas on Linux only")
     from triton_compile import compiled
 
-    return request.param, compiled(request.param, TRITON_CACHE_DIR=str(tmp_path_factory.mktemp("triton")))
+    return request.param, compiled(
+        request.param, CHOSEN[request.param], TRITON_CACHE_DIR=str(tmp_path_factory.mktemp("triton"))
+    )
 
 
 def test_kernels_take_no_more_than_their_file_says(launches):
-    """`compiled.json` has them by kernel and shape; `python tests/harness/triton_compile.py --publish` writes it anew."""
+    """`compiled.json` has them by kernel and shape, of all shapes; `python tests/harness/triton_compile.py --publish` writes
+    it anew."""
     from triton_compile import PUBLISHED, limits
 
     capability, found = launches
     known, taken = json.loads(PUBLISHED.read_text())[str(capability)], limits(found, capability)
-    assert taken.keys() == known.keys()
+    assert taken.keys() <= known.keys()
     for name, its in taken.items():
         most = known[name]
         assert its["programs"] >= most["programs"], (name, its)
@@ -61,8 +68,8 @@ def test_compiles_for_hopper(launches):
     if capability != 90:
         pytest.skip("the form of the code is looked at once")
     assert {kernel["kernel"] for kernel in found} == {
-        "_attend", "_attend_classes", "_combine", "_combine_classes", "_compact", "_fold", "_mass_from_lse", "_put",
-        "_query_lse", "_resident_view", "_take",
+        "_attend", "_attend_classes", "_bring", "_choose", "_combine", "_combine_classes", "_compact", "_fold", "_logits",
+        "_mass_from_lse", "_name", "_put", "_query_lse", "_resident_view", "_shares", "_sums", "_take", "_take_places",
     }  # fmt: skip
     views = [kernel["binary"] for kernel in found if kernel["kernel"] == "_resident_view"]
     assert len(set(views)) == 2 < len(views), "once for each number of groups, whatever is wanted of them"

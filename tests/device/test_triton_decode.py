@@ -346,7 +346,7 @@ def test_splits_of_classes_are_of_one_length():
 def test_where_scratch_has_no_room_for_all_some_are_decoded_at_a_time(classes, per_token):
     layer = Classes()
     parts, shares = layer.classes[:classes], []
-    a_layer = SimpleNamespace(impl=SimpleNamespace(scale=parts[0].scale))
+    a_layer = SimpleNamespace(impl=SimpleNamespace(scale=parts[0].scale, head_size=parts[0].keys.shape[3]))
     query = layer.query[:, : sum(layer.heads[:classes])]
     for each in parts:
         keys, width = each.keys, 2 * each.keys.shape[3]
@@ -364,7 +364,7 @@ def test_where_scratch_has_no_room_for_all_some_are_decoded_at_a_time(classes, p
         outs = [each.new_out(each.kv_heads, F32, per_token) for each in parts]
         output = torch.full_like(query, 7.0)
         for share, its in zip(shares, output.split(layer.heads[:classes], 1)):
-            share.call.output = its
+            share.call.ops, share.call.output = ops, its
         measured = [Measured(out, parts[0].weights, per_token) for out in outs]
         if classes == 2:
             ops.decode_together(shares, measured)

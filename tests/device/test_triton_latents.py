@@ -1,4 +1,4 @@
-"""Triton kernels over heads wider than a tile, as latents are, and over parts of the keys."""
+"""Triton kernels over heads wider than a tile, as latents are, over parts of the keys, and over images."""
 
 import pytest
 import torch
@@ -23,15 +23,16 @@ from triton_batch import (
 )
 
 from vllm_evict.triton_kernels.mass_from_lse import mass_from_lse, mass_from_lse_reference
-from vllm_evict.triton_kernels.query_lse import query_lse
+from vllm_evict.triton_kernels.query_lse import query_lse, query_lse_reference
 
 pytestmark = WHERE_KERNELS_RUN
 
 
-WIDE = [  # heads, dim, block size, dtype, layout: latents, and heads that are no multiple of a part
+WIDE = [  # heads, dim, block size, dtype, layout: latents, wide heads, and such that are no multiple of a part
     ((20, 1), 576, 16, BF16, TOKEN_MAJOR),
     ((128, 1), 576, 64, F16, HEAD_MAJOR),
     ((4, 2), 272, 48, F32, TOKEN_MAJOR),
+    ((8, 2), 512, 16, BF16, TOKEN_MAJOR),  # Gemma 4
 ]
 each_wide_shape = pytest.mark.parametrize("shape", WIDE, ids=[f"{h}x{d}-bs{b}-{str(t)[6:]}" for h, d, b, t, _ in WIDE])
 SHORT = [5, 1, 0, 9], [21, 33, 5, 75]
@@ -86,6 +87,25 @@ def test_parts_of_the_keys_add_up_to_the_lse(shape):
         assert (lse == -torch.inf).any() or parts < 40
     with pytest.raises(ValueError, match="all keys where there are sinks"):
         query_lse(batch.attention(sinks=torch.zeros(batch.heads, device=DEVICE)), lse)
+
+
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[8], WIDE[3]], ids=["narrow", "half a block", "wide"])
+def test_queries_see_tokens_ahead_of_them(shape):
+    """As those of an image do: here queries 3 to 12 of the second request, and the last five of the last one."""
+    batch = Batch([1, 30, 0, 9], [21, 50, 5, 75], *shape)
+    ahead = ints([0] * len(batch.query))
+    ahead[4:14], ahead[-5:] = torch.arange(9, -1, -1, device=DEVICE), torch.arange(4, -1, -1, device=DEVICE)
+    lse, wanted = torch.full((2, *batch.query.shape[:2]), 7.0, dtype=F64, device=DEVICE).unbind()
+    lse = lse.float()
+    query_lse(batch.attention(ahead=ahead), lse)
+    query_lse_reference(batch.attention(ahead=ahead), wanted)
+    assert_close(lse, wanted, 1e-5)
+    for options in ({}, {"per_token": True}, {"weights": batch.weights}):
+        out, expected = (batch.new_out(1, dtype, "per_token" in options) for dtype in (F32, F64))
+        mass_from_lse(batch.attention(out, ahead=ahead, **options), lse)
+        mass_from_lse_reference(batch.attention(expected, ahead=ahead, **options), wanted)
+        assert_close(out, expected, 1e-5)
+    assert_close(out.sum() - 0.25 * out.numel(), batch.heads * batch.weights.sum(), 1e-4)
 
 
 def test_wide_heads_are_not_decoded():

@@ -6,15 +6,10 @@ import torch
 from vllm_evict.compute.kernels import view
 from vllm_evict.compute.kernels.view import View, resident_view, resident_view_reference
 
+needs_extension = pytest.mark.skipif(view._C_cpu is None, reason="vllm_evict._C_cpu is not built")
 functions = pytest.mark.parametrize(
     "function",
-    [
-        pytest.param(
-            resident_view,
-            marks=pytest.mark.skipif(view._C_cpu is None, reason="vllm_evict._C_cpu is not built"),
-        ),
-        resident_view_reference,
-    ],
+    [pytest.param(resident_view, marks=needs_extension), resident_view_reference],
     ids=["extension", "reference"],
 )
 
@@ -77,7 +72,7 @@ def test_random_tables(function, seed):
         assert out_lens[r] == length
 
 
-@functions
+@needs_extension
 @pytest.mark.parametrize(
     "change,error,match",
     [
@@ -90,12 +85,12 @@ def test_random_tables(function, seed):
         ({"width": 3}, ValueError, "as wide as the longest row"),
     ],
 )
-def test_invalid_arguments(function, change, error, match):
+def test_invalid_arguments(change, error, match):
     arguments = {"table": ints([[1, 2, 3, 4]] * 2), "lens": ints([64, 1]), "block_size": 16}
     arguments |= {"width": 4} | change
     view = outputs(2, arguments["width"])
     with pytest.raises(error, match=match):
-        function([arguments["table"]], arguments["lens"], arguments["block_size"], [view])
+        resident_view([arguments["table"]], arguments["lens"], arguments["block_size"], [view])
 
 
 def test_reference_refuses_an_evicted_last_block():

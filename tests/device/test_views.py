@@ -25,6 +25,10 @@ class Group:
     def __init__(self, holes):
         self.with_holes = {"r": holes} if holes else {}
 
+    @property
+    def has_view(self):
+        return bool(self.with_holes)
+
     def resident_tokens(self, seq_lens):
         return seq_lens - np.array([BLOCK * len(self.with_holes.get("r", [])), 0], np.int32)
 

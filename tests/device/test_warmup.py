@@ -24,7 +24,7 @@ from vllm_evict.compute import views as worker_views
 from vllm_evict.compute.attention.flash import FlashOps
 from vllm_evict.compute.attention.latent import DeviceLatentOps
 from vllm_evict.compute.attention.triton import TritonOps
-from vllm_evict.compute.attention.warmup import Heads, warm_up
+from vllm_evict.compute.attention.warmup import LayerHeads, warm_up
 from vllm_evict.compute.compaction import Compactor
 from vllm_evict.compute.group import GroupRuntime
 from vllm_evict.compute.kernels.queries import Queries
@@ -85,9 +85,12 @@ SERVED = {
     "sink-window": {**POLICIES["sink-window"], "allow": []},
     "scissorhands": {**POLICIES["scissorhands"], "allow": ["h2o"]},
     "token": {**POLICIES["h2o"], "granularity": "token", "allow": ["keydiff"]},
+    "reach": {"name": "full", **BASE, "evict": "host", "host": "1MiB", "index": "signs", "leaders": 2},
+    "reach-box": {"name": "full", **BASE, "evict": "host", "host": "1MiB", "fetch": 1},
 }
 ENGINES = ["h2o", "snapkv", "sink-window", "scissorhands", "token"]
-CASES = [on("triton", name) for name in ENGINES] + [on("fa3", name) for name in ("h2o", "scissorhands", "token")]
+CASES = [on("triton", name) for name in (*ENGINES, "reach")]
+CASES += [on("fa3", name) for name in ("h2o", "scissorhands", "token", "reach-box")]
 
 
 @pytest.mark.both_runners("triton-h2o")
@@ -105,6 +108,7 @@ def check_served(server, name, dtype, **kwargs):
         for batch in requests(name == "token"):
             _, traces = subject.traced(batch)
             assert any(map(len, traces[0].evicted)) == (len(batch) == 2)
+    assert not name.startswith("reach") or "_bring" in {kernel for kernel, _ in later.seen}
     check(later, start)
 
 
@@ -199,7 +203,7 @@ class Work:
             group.decodes = True
             self.groups.append(group)
             which = slice(first * self.group_size, (first + count) * self.group_size)
-            self.parts.append(Heads(index, which, pages[:, first : first + count]))
+            self.parts.append(LayerHeads(index, which, pages[:, first : first + count]))
             first += count
         self.runtime = EvictionRuntime(self.groups, ops, ["pages"] * len(parts) if len(parts) > 1 else ())
         self.ops = ops

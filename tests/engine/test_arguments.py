@@ -14,14 +14,13 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from engine import V2
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs, get_kwargs
 from vllm.entrypoints.serve.utils.api_utils import get_non_default_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_evict import KVPolicyConfig, KVPolicyError
 from vllm_evict.config import presets
-from vllm_evict.integration.start import arguments
+from vllm_evict.integration.start import arguments, fallback
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +34,6 @@ def configured(tiny):
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 
 
-@pytest.mark.skipif(V2, reason="VLLM_USE_V2_MODEL_RUNNER chooses the runner there")
 @pytest.mark.parametrize(
     "policy, options, v2",
     [
@@ -50,6 +48,12 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
             True,
             marks=pytest.mark.since("0.32", "V2 has no drafters under a policy"),
         ),
+        pytest.param(
+            "sink-window",
+            {"pipeline_parallel_size": 2},
+            True,
+            marks=pytest.mark.since("0.32", "V2 has no stages under a policy"),
+        ),
         ("sink-window", {"pipeline_parallel_size": 2}, False),
     ],
 )
@@ -57,6 +61,8 @@ def test_vllm_chooses_the_runner_that_serves_the_policy(configured, monkeypatch,
     """Where Triton works, as on a GPU, vLLM's own choice is V2."""
     config = configured(kv_policy=policy, **options)
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
+    if not v2:  # as before vLLM 0.32
+        monkeypatch.setattr(fallback, "serves_on_v2", lambda: False)
     assert config.use_v2_model_runner is pickle.loads(pickle.dumps(config)).use_v2_model_runner is v2
     # What vLLM's warning lists.
     lacking = [each for each in config._get_v2_model_runner_unsupported_features() if "under a KV policy" in each]
@@ -65,7 +71,6 @@ def test_vllm_chooses_the_runner_that_serves_the_policy(configured, monkeypatch,
     assert config.use_v2_model_runner
 
 
-@pytest.mark.skipif(V2, reason="VLLM_USE_V2_MODEL_RUNNER chooses the runner there")
 def test_vllm_keeps_its_runner_for_a_drafter_that_the_plugin_refuses(configured, monkeypatch):
     """On V1 vLLM's own error about it could come before the plugin's, which names those that are served."""
     config = configured(kv_policy="h2o", speculative_config=NGRAM)
@@ -154,7 +159,7 @@ def test_ray_serve_llm_takes_it_among_its_engine_kwargs(tiny):
     "policy",
     [
         # A context of "endless" is larger, and filter layers of others lie beyond the model's two.
-        *(preset for preset in presets() if preset not in ("endless", "omnikv", "quest-select")),
+        *(preset for preset in presets() if preset not in ("endless", "omnikv", "quest-read")),
         {"name": "sink-window", "budget": 512, "context": "model"},
         {"name": "adakv", "bands": 2},
         {"name": "duo", "pattern": ["10", "01"]},

@@ -10,6 +10,7 @@ from engine import exactly, logprobs_of, random_prompt, random_requests
 from oracle.heads import replay_heads
 from oracle.replay import Config
 from oracle.tiny import make_tiny_llama
+from parity import assert_logprobs
 from parts import sums_of
 
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
@@ -103,8 +104,8 @@ def test_bands_that_a_model_does_not_have_are_refused():
             "evict: host does not go with allocate: pyramid, which makes KV groups: use evict: drop",
         ),
         (
-            {"name": "quest", "allocate": "ada", "select": 512},
-            "select: 512 does not go with allocate: ada, which makes KV groups: leave select out",
+            {"name": "quest", "allocate": "ada", "read": 512},
+            "read: 512 does not go with allocate: ada, which makes KV groups: leave read out",
         ),
         (
             {"name": "h2o", "budget": 512, "allocate": "ada", "context": 4096},
@@ -167,17 +168,9 @@ def scoring(policy):
     return Config(name, BLOCK, **{field: policy[field] for field in BASE.keys() & policy})
 
 
-def assert_logprobs(output, prompt, start, logits):
-    logprobs = torch.log_softmax(logits.double(), -1)[len(prompt) - 1 - start :]
-    want = [logprobs[i, token].item() for i, token in enumerate(output.outputs[0].token_ids)]
-    np.testing.assert_allclose(logprobs_of(output), want, atol=2e-3)
-
-
 @pytest.mark.oracle("full attention")
 @pytest.mark.both_runners("pyramidkv-2", "h2o-3")
-@pytest.mark.parametrize(
-    "name, bands", [("pyramidkv", 2), ("pyramidkv", 3), ("pyramidkv", 4), ("h2o", 3), ("keydiff", 2)]
-)
+@pytest.mark.parametrize("name, bands", [("pyramidkv", 2), ("h2o", 3), ("keydiff", 4)])
 def test_budgets_that_fall_with_depth_match_the_oracle(engine, model, dense, name, bands):
     policy = {**PYRAMIDS[name], "bands": bands}
     server = engine(policy, model=model, max_num_batched_tokens=192)
@@ -189,7 +182,7 @@ def test_budgets_that_fall_with_depth_match_the_oracle(engine, model, dense, nam
         assert len(trace.groups) == bands
         for got, want in zip(trace.groups, replays, strict=True):
             assert got.evicted[:-1] == want.evicted[: len(trace.steps) - 1]
-        assert_logprobs(output, prompt, trace.start, replays[0].logits)
+        assert_logprobs(output, prompt, trace, replays[0].logits)
     held = [group.held[-2] for group in traces[0].groups]
     assert held == sorted(held, reverse=True) and held[0] > held[-1]
     server.assert_nothing_left()
@@ -249,8 +242,7 @@ def replay_shared(dense, tokens, steps, groups, floor):
 @pytest.mark.oracle("full attention")
 @pytest.mark.both_runners("adakv-2-0.2", "tova-4-0.2")
 @pytest.mark.parametrize(
-    "name, bands, floor",
-    [("adakv", 2, 0.2), ("adakv", 4, 0.2), ("adakv", 4, 0.9), ("tova", 4, 0.2), ("h2o", 4, 0.2), ("keydiff", 2, 0.2)],
+    "name, bands, floor", [("adakv", 2, 0.2), ("adakv", 4, 0.9), ("tova", 4, 0.2), ("keydiff", 2, 0.2)]
 )
 def test_heads_that_share_a_budget_match_the_oracle(engine, model, dense, name, bands, floor):
     policy = {**ADAS[name], "bands": bands, "floor": floor}
@@ -266,25 +258,23 @@ def test_heads_that_share_a_budget_match_the_oracle(engine, model, dense, name, 
         evicted, logits = replay_shared(dense, tokens, trace.steps, groups, floor)
         got = [[group.evicted[step] for group in trace.groups] for step in range(len(trace.steps))]
         assert got[:-1] == evicted[: len(got) - 1]
-        assert_logprobs(output, prompt, trace.start, logits)
+        assert_logprobs(output, prompt, trace, logits)
     held = np.array([group.held for group in traces[0].groups])
     assert (held != held[0]).any() or floor > 0.5, "no group gave anything to another"
     assert held[:, -2].sum() <= bands * (320 + 64) // BLOCK + bands
     server.assert_nothing_left()
 
 
-@pytest.mark.parametrize("prompt", ["chunks", "whole"])
-def test_one_band_is_snapkv(engine, model, prompt):
-    base = {**BASE, "prompt": prompt}
+def test_one_band_is_snapkv(engine, model):
     answers = [
         exactly(server.generate([random_prompt(500, 1)], max_tokens=80, logprobs=0))
         for policy in ({"name": "snapkv"}, {"name": "pyramidkv", "bands": 1}, {"name": "adakv", "bands": 1})
-        for server in [engine({**policy, **base}, model=model, max_num_batched_tokens=192)]
+        for server in [engine({**policy, **BASE}, model=model, max_num_batched_tokens=192)]
     ]
     assert answers[0] == answers[1] == answers[2]
 
 
-@pytest.mark.parametrize("name, prompt", [("pyramidkv", "chunks"), ("adakv", "chunks"), ("adakv", "whole")])
+@pytest.mark.parametrize("name, prompt", [("pyramidkv", "chunks"), ("adakv", "whole")])
 def test_preempted_aborted_and_asked_for_less(engine, model, name, prompt):
     policy = {"name": name, **BASE, "allow": ["full"], "prompt": prompt}
     server = engine(policy, model=model, blocks=140, max_num_batched_tokens=128, max_model_len=1024)
@@ -319,7 +309,7 @@ def choice(mass, config, limits, tokens):
 
 @pytest.mark.oracle("full attention")
 @pytest.mark.both_runners("2-0.6")
-@pytest.mark.parametrize("bands, recovery", [(2, 0.6), (4, 0.35), (4, 0.65), (4, 0.97)])
+@pytest.mark.parametrize("bands, recovery", [(2, 0.6), (4, 0.35), (4, 0.97)])
 def test_fastgen_matches_the_oracle(engine, model, dense, bands, recovery):
     policy = {
         "name": "fastgen",
@@ -364,7 +354,7 @@ def test_fastgen_matches_the_oracle(engine, model, dense, bands, recovery):
     groups = [(Config("snapkv", BLOCK, **BASE), mine) for mine in heads]
     tokens = [*prompt, *output.outputs[0].token_ids]
     replays = replay_heads(dense, tokens, trace.steps, groups, told=told)
-    assert_logprobs(output, prompt, 0, replays[0].logits)
+    assert_logprobs(output, prompt, trace, replays[0].logits)
     server.assert_nothing_left()
 
 

@@ -17,12 +17,11 @@ SIZES = {"budget": 128, "sink": 32, "recent": 32}
 POLICIES = {
     "blocks": {"name": "h2o", **SIZES, "allow": ["sink-window", "keydiff", "scissorhands", "kvzip", "full"]},
     "tokens": {"name": "snapkv", "granularity": "token", **SIZES, "allow": ["sink-window", "keydiff", "kvzip", "full"]},
-    "merged": {"name": "h2o", "granularity": "token", "merge": "d2o", **SIZES, "allow": ["full"]},
     "groups": {"name": "adakv", **SIZES, "budget": 160, "bands": 2, "allow": ["full"]},
     "pressure": {"name": "h2o", "when": "pressure", **SIZES, "allow": ["sink-window", "full"]},
 }
 #: Until each of them has preempted some.
-REQUESTS = dict.fromkeys(POLICIES, 120) | {"merged": 250}
+REQUESTS = 120
 #: What leads out of an engine.
 OUTSIDE = (
     types.ModuleType,
@@ -100,7 +99,7 @@ def any_request(rng, policy, number):
 @pytest.mark.nightly(push=("blocks", "tokens", "pressure"))
 @pytest.mark.parametrize("name", POLICIES)
 def test_nothing_is_remembered_of_requests_that_ended_and_events_tell_what_is_cached(engine, name):
-    policy, rng, count = POLICIES[name], random.Random(0), REQUESTS[name]
+    policy, rng = POLICIES[name], random.Random(0)
     server = engine(
         policy,
         blocks=64,
@@ -111,8 +110,8 @@ def test_nothing_is_remembered_of_requests_that_ended_and_events_tell_what_is_ca
         kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
     )
     mirror, vllm, live, made = Mirror(server), server.llm.llm_engine, set(), 0
-    while made < count or live:
-        while made < count and len(live) < 20:
+    while made < REQUESTS or live:
+        while made < REQUESTS and len(live) < 20:
             prompt, priority, sampling = any_request(rng, policy, made)
             live.add(f"books{made}")
             vllm.add_request(f"books{made}", {"prompt_token_ids": prompt}, greedy(**sampling), priority=priority)

@@ -16,13 +16,13 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from vllm_evict.compute.attention.device import DeviceOps
-from vllm_evict.compute.attention.store import LayerStore
 from vllm_evict.compute.group import GroupRuntime
 from vllm_evict.compute.holes import Start
 from vllm_evict.compute.kernels.rotate import Rotation
 from vllm_evict.compute.originals import Originals
 from vllm_evict.compute.runtime import EvictionRuntime
 from vllm_evict.compute.shape import Shape
+from vllm_evict.compute.store import Store
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.core.actions import KeyRotation
 from vllm_evict.core.blocks import RequestBlocks
@@ -199,10 +199,11 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m
 def layer_store(frequencies, caches, scale=1.0):
     """Of layers with these caches, as on a device."""
     layers = [torch.nn.Identity() for _ in caches]
-    for layer in layers:
+    for layer, cache in zip(layers, caches):
         layer._k_scale_float = layer._v_scale_float = scale
+        layer.impl = SimpleNamespace(head_size=cache.shape[-1] // 2)
     turns = dict.fromkeys(layers, Rotation(frequencies, neox=True))
-    return LayerStore(DeviceOps(), lambda: zip(layers, caches), turns)
+    return Store(DeviceOps(), lambda: zip(layers, caches), turns)
 
 
 def step(runtime, moves=(), holes=()):
@@ -239,7 +240,7 @@ def test_keys_are_rounded_once_however_often_they_move(dtype):
         for block in which:
             blocks[block][2] += 1024 + BLOCK * block
         target, tokens = ([blocks[block][at] for block in which] for at in (1, 2))
-        step(runtime, [KeyRotation("r", 0, which, source, target, tokens, again)])
+        step(runtime, [KeyRotation("r", 0, source, target, which, tokens, again)])
         assert part_of(runtime.groups[0], Originals).blocks("r") == set(which)
         if move not in (1, 20, 100, 500):
             continue
@@ -263,7 +264,7 @@ def test_a_block_that_has_moved_needs_its_original():
     store = layer_store(torch.ones(8, dtype=torch.float64), [torch.randn(4, 1, BLOCK, 32)])
     runtime = EvictionRuntime([GroupRuntime(KVPolicyConfig.parse(WINDOW), Shape(BLOCK, 4, 4096, 1, 1), store)])
     with pytest.raises(KeyError):
-        step(runtime, [KeyRotation("r", 0, [0], [1], [1], [64], [True])])
+        step(runtime, [KeyRotation("r", 0, [1], [1], [0], [64], [True])])
 
 
 @settings(max_examples=100, deadline=None)
@@ -295,7 +296,7 @@ def test_originals_are_of_the_blocks_that_have_moved(rounds, chance):
                 if chance.random() < 0.2:
                     table[block] = free.pop(chance.randrange(len(free)))
             target, tokens = [table[block] for block in which], [BLOCK * distance for distance in distances]
-            moves.append(KeyRotation("r", 0, which, source, target, tokens, again))
+            moves.append(KeyRotation("r", 0, source, target, which, tokens, again))
             resident.residence.move_up()
         if told:
             step(runtime, moves, holes)

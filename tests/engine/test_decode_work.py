@@ -38,6 +38,9 @@ class Recorder:
         each = measured.weights, measured.last
         self.calls.append(("mass", *(None if its is None else its.tolist() for its in each)))
 
+    def ahead(self, metadata):
+        return None
+
     def mass_of(self, call, queries, width):
         self.calls.append(("mass_of", queries.tokens.tolist()))
 

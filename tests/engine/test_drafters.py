@@ -9,6 +9,7 @@ from drafting import (
     VOCAB,
     LayeredDrafter,
     make_dflash,
+    make_dspark,
     make_eagle,
     make_mimo,
     prompt_of,
@@ -20,7 +21,7 @@ from oracle.model import DenseLlama
 from oracle.tiny import make_tiny_llama
 from parity import assert_like_oracle, assert_tokens_like_oracle
 
-from vllm_evict.compute.attention.store import most_kept
+from vllm_evict.compute.store import most_kept
 
 pytestmark = SERVED
 
@@ -31,8 +32,10 @@ POLICIES = {
     "snapkv": {"name": "snapkv", **BASE, "window": 24},
 }
 BY_TOKEN = {name: {**POLICIES[name], "granularity": "token"} for name in ("h2o", "snapkv")}
-#: Drafters in the model's shape of cache, and one with other pages.
-DRAFTERS = ("same", "small", "eagle", "eagle3", "mtp")
+#: Drafters with other pages than the model, and with pages of its sizes.
+DRAFTERS = ("small", "eagle", "mtp")
+#: Drafters that draft all tokens of a step in one pass.
+IN_PARALLEL = ("dflash", "dspark")
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +52,7 @@ def folders(tmp_path_factory):
         "eagle3": (model, speculative("eagle3", make_eagle(root / "eagle3", model, "eagle3"))),
         "mtp": (make_mimo(root / "mimo", wide), speculative("mtp")),
         "dflash": (model, speculative("dflash", make_dflash(root / "dflash", model))),
+        "dspark": (model, speculative("dspark", make_dspark(root / "dspark", model))),
     }
 
 
@@ -87,24 +91,23 @@ def assert_full_is_stock(engine, model, config, rounded=False, **options):
     assert drafts[0] == drafts[1] and any(drafts[0])
 
 
-@pytest.mark.both_runners("eagle", nightly=("small", "eagle3", "mtp"))
+@pytest.mark.both_runners("eagle")
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_full_serves_as_stock_does(engine, folders, drafter):
     assert_full_is_stock(engine, *folders[drafter])
 
 
 @pytest.mark.skipif(not V2, reason="served on Model Runner V2 alone")
-@pytest.mark.both_runners
-def test_full_serves_dflash_as_stock_does(engine, folders):
+def test_full_serves_drafts_in_parallel_as_stock_does(engine, folders):
     assert_full_is_stock(engine, *folders["dflash"])
 
 
 @pytest.mark.oracle("full attention")
 @pytest.mark.skipif(not V2, reason="served on Model Runner V2 alone")
-@pytest.mark.both_runners
-def test_dflash_matches_the_dense_oracle(engine, folders, dense, monkeypatch):
-    """It drafts all tokens in one pass, whose queries see each other."""
-    model, config = folders["dflash"]
+@pytest.mark.parametrize("drafter", IN_PARALLEL)
+def test_drafts_in_parallel_match_the_dense_oracle(engine, folders, dense, monkeypatch, drafter):
+    """All tokens are drafted in one pass, whose queries see each other."""
+    model, config = folders[drafter]
 
     def check(prompt, output, trace):
         assert assert_like_oracle(dense[model], prompt, output, trace, POLICIES["h2o"], tie=2e-6) >= 2
@@ -112,12 +115,10 @@ def test_dflash_matches_the_dense_oracle(engine, folders, dense, monkeypatch):
     assert serve(engine, model, POLICIES["h2o"], check, monkeypatch, config, LayeredDrafter).runs > 50
 
 
-@pytest.mark.both_runners("eagle-h2o", "mtp-sink-window", nightly=("eagle3-snapkv", "small-snapkv"))
+@pytest.mark.both_runners("eagle-h2o", "mtp-sink-window")
 @pytest.mark.oracle("full attention")
-@pytest.mark.nightly(push=("eagle-h2o", "eagle3-snapkv", "mtp-sink-window", "small-snapkv"))
 @pytest.mark.parametrize(
-    ("drafter", "name"),
-    [*(("small", name) for name in POLICIES), ("eagle", "h2o"), ("eagle3", "snapkv"), ("mtp", "sink-window")],
+    ("drafter", "name"), [("small", "snapkv"), ("eagle", "h2o"), ("eagle3", "snapkv"), ("mtp", "sink-window")]
 )
 def test_evictions_and_logprobs_match_the_dense_oracle(engine, folders, dense, monkeypatch, drafter, name):
     model, config = folders[drafter]
@@ -128,7 +129,6 @@ def test_evictions_and_logprobs_match_the_dense_oracle(engine, folders, dense, m
     assert serve(engine, model, POLICIES[name], check, monkeypatch, config, LayeredDrafter).runs > 100
 
 
-@pytest.mark.both_runners(nightly=("eagle-h2o",))
 @pytest.mark.parametrize(("drafter", "name"), [("small", "snapkv"), ("eagle", "h2o")])
 def test_heads_keep_the_tokens_of_the_dense_oracle(engine, folders, dense, monkeypatch, drafter, name):
     model, config = folders[drafter]
@@ -139,8 +139,8 @@ def test_heads_keep_the_tokens_of_the_dense_oracle(engine, folders, dense, monke
     assert serve(engine, model, BY_TOKEN[name], check, monkeypatch, config, LayeredDrafter).runs > 100
 
 
-@pytest.mark.both_runners("h2o", nightly=("sink-window", "h2o-tokens"))
-@pytest.mark.parametrize("name", [*POLICIES, "h2o-tokens"])
+@pytest.mark.both_runners("h2o")
+@pytest.mark.parametrize("name", ["h2o", "h2o-tokens"])
 def test_a_drafter_like_the_model_sees_what_the_model_sees(engine, folders, poisoned, name):
     """Its drafts are right, except those that are verified over holes which were decided after them."""
     model, config = folders["same"]

@@ -11,6 +11,7 @@ from engine import PLAN, after, exactly, greedy, logprobs_of, random_prompt, ran
 from oracle.heads import replay_heads
 from oracle.replay import Config
 from oracle.tiny import make_tiny_llama
+from parity import assert_logprobs
 from parts import holes_of
 
 from vllm_evict.compute.cached import CachedStatistics, Row
@@ -79,14 +80,7 @@ def assert_like_oracle(dense, prompt, output, trace, groups):
     replays = replay_heads(dense, tokens, trace.steps, groups, trace.start)
     for got, want in zip(trace.groups, replays, strict=True):
         assert got.evicted[:-1] == want.evicted[: len(trace.steps) - 1]
-    logprobs = torch.log_softmax(replays[0].logits.double(), -1)
-    before = trace.known - len(prompt)  # generated before a restart
-    want = [
-        logprobs[len(prompt) + i - 1 - trace.start, token].item()
-        for i, token in enumerate(output.outputs[0].token_ids)
-        if i >= before
-    ]
-    np.testing.assert_allclose(logprobs_of(output)[before:], want, atol=2e-3)
+    assert_logprobs(output, prompt, trace, replays[0].logits)
 
 
 RETRIEVAL = {
@@ -95,7 +89,6 @@ RETRIEVAL = {
     "h2o-mean": {**H2O, "accumulate": "mean", "heads": "mean", "layers": "mean"},
     "knorm": {**H2O, "name": "knorm"},
     "scissorhands": {**H2O, "name": "scissorhands", "window": 48},
-    "strided": {**H2O, "name": "strided", "buffer": 0},
 }
 #: One KV group of retrieval heads, four of streaming heads.
 MANY = np.eye(4, dtype=int)
@@ -103,8 +96,11 @@ MANY = np.eye(4, dtype=int)
 
 @pytest.mark.oracle("full attention")
 @pytest.mark.both_runners("two-groups-h2o")
-@pytest.mark.parametrize("name", RETRIEVAL)
-@pytest.mark.parametrize("pattern", [PATTERN, MANY], ids=["two-groups", "five-groups"])
+@pytest.mark.parametrize(
+    "pattern, name",
+    [pytest.param(PATTERN, name, id=f"two-groups-{name}") for name in RETRIEVAL]
+    + [pytest.param(MANY, name, id=f"five-groups-{name}") for name in ("full", "h2o")],
+)
 def test_blocks_and_logprobs_match_per_head_masks(duo, dense, pattern, name):
     """Prompts longer and shorter than a chunk and a window in one batch, decoded past several decisions."""
     server = duo(pattern, retrieval=RETRIEVAL[name], max_num_batched_tokens=192)

@@ -9,6 +9,7 @@ from engine import PLAN, after, logprobs_of
 from oracle.replay import Config
 from oracle.tiny import make_tiny_llama
 from oracle.tokens import kvzip_scores, replay_tokens
+from parity import assert_logprobs
 from parts import orders_of, part_of
 
 from vllm_evict.compute import prompts as worker_prompts
@@ -80,11 +81,7 @@ def assert_like_oracle(dense, prompt, output, trace, policy, scores, told=None):
     )
     assert trace.evicted[:-1] == request.replay.evicted[: len(trace.steps) - 1]
     assert request.closest > TIE, "rounding could choose another token: take another prompt"
-    logprobs = torch.log_softmax(request.replay.logits.double(), -1)
-    before = trace.known - len(prompt)
-    ids = list(enumerate(output.outputs[0].token_ids))[before:]
-    want = [logprobs[len(prompt) - 1 - trace.start + i, token].item() for i, token in ids]
-    np.testing.assert_allclose(logprobs_of(output)[before:], want, atol=2e-3)
+    assert_logprobs(output, prompt, trace, request.replay.logits)
     return request
 
 
@@ -92,9 +89,7 @@ CASES = {
     "plain": {},
     "parts": {"chunk": 200, "instruction": INSTRUCTION},
     "all": {"sets": "all", "instruction": INSTRUCTION},
-    "all-max": {"sets": "all", "heads": "max", "layers": "max"},
     "ems": {"merge": "ems", "merge_threshold": 0.2},
-    "unprotected": {"protect": False, "buffer": 0},
 }
 
 
@@ -108,7 +103,7 @@ def test_each_head_keeps_what_the_formula_says(engine, model, dense, shadows, na
     prompt = prompt_of(610, 40)
     (output,), (trace,) = server.traced([(prompt, {"max_tokens": 110, "logprobs": 0})])
     assert shadows == parts(610, policy.get("chunk", 2048), len(policy.get("instruction", ())), 2048)
-    scores = scores_of(dense, prompt, policy if policy.get("protect", True) else {**policy, "sink": 0})
+    scores = scores_of(dense, prompt, policy)
     np.testing.assert_allclose(stored(server)[:, :, : scores.shape[2]], scores, rtol=1e-3)
     request = assert_like_oracle(dense, prompt, output, trace, policy, scores)
     assert len(request.kept) >= 2

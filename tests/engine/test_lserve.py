@@ -1,4 +1,4 @@
-"""Retrieval heads of `duo` whose decodes select blocks (LServe): against a dense model with a mask for each head."""
+"""Retrieval heads of `duo` whose decodes read less (LServe): against a dense model with a mask for each head."""
 
 import math
 import re
@@ -6,13 +6,14 @@ import re
 import numpy as np
 import pytest
 import torch
-from engine import logprobs_of, random_prompt, random_requests
+from engine import random_prompt, random_requests
 from oracle.model import DenseLlama
 from oracle.selection import BLOCK, Chooser
 from oracle.tiny import make_tiny_llama
+from parity import assert_logprobs
 from parts import part_of
 
-from vllm_evict.compute.select import Selection
+from vllm_evict.compute.read import Read
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.core.arrange import arrange
 
@@ -21,11 +22,19 @@ SINK, RECENT = 32, 96
 PATTERN = ["0101", "1111", "0000", "1000", "0110"]
 #: One KV group of retrieval heads, several of streaming heads.
 FEW = ["1000", "0000", "0001", "0100", "0010"]
-SELECT = {"select": 192, "select_sink": 32, "select_recent": 32}
+READ = {"read": 192, "sink": 32, "recent": 32}
 RETRIEVAL = {
-    "full": {"name": "full", **SELECT, "dense_layers": 0},
-    "lserve": {"name": "full", **SELECT, "dense_layers": 1, "select_every": 4},
-    "keydiff": {"name": "keydiff", "budget": 320, "buffer": 64, "sink": 32, "recent": 64, **SELECT, "dense_layers": 1},
+    "full": {"name": "full", **READ, "hold": 1},
+    "lserve": {"name": "full", **READ, "dense_layers": 1, "hold": 4},
+    "keydiff": {
+        "name": "keydiff",
+        "budget": 320,
+        "buffer": 64,
+        "sink": 32,
+        "recent": 64,
+        "read": 192,
+        "dense_layers": 1,
+    },
 }
 
 
@@ -48,9 +57,8 @@ def policy_of(retrieval, pattern=PATTERN):
 class HeadChooser(Chooser):
     """Chooses for the retrieval heads of each layer; streaming heads see all that they have."""
 
-    def __init__(self, model, pattern, **select):
-        select.setdefault("dense_layers", 2)
-        super().__init__(model, **select)
+    def __init__(self, model, pattern, **read):
+        super().__init__(model, **read)
         group = model.heads // model.kv_heads
         order = arrange(np.array([list(map(int, row)) for row in pattern], bool), len(self.ranks)).order
         #: Of each layer the query heads of each rank's retrieval heads; ranks without one are left out.
@@ -62,22 +70,21 @@ class HeadChooser(Chooser):
 
     def mask(self, bases, resident):
         """bases: of retrieval and of streaming heads, bool [Q, N]; resident: blocks of retrieval heads."""
-        selects = len(bases[0]) == 1 and len(resident) > self.blocks
-        if not selects:
+        less = len(bases[0]) == 1 and len(resident) > self.blocks
+        if less:
+            self.step(resident)
+        else:
             self.held, self.steps = {}, 0
-        elif self.steps % self.every == 0:
-            self.held = {}
-        self.steps += selects
 
         def of_layer(layer, queries, keys):
             retrieval = torch.tensor(self.retrieval[layer])
             seen = bases[0].repeat(len(retrieval), 1, 1)
-            if selects and layer >= self.dense:
-                ranks, of_block = self.of_ranks[layer], torch.arange(seen.shape[2]) // BLOCK
-                if layer not in self.held:
-                    self.held[layer] = [self.choose(queries[0], keys, resident, heads) for heads in ranks]
-                for heads, chosen in zip(ranks, self.held[layer]):
-                    blocks = resident[: self.sinks] + chosen + resident[-self.recent :]
+            ranks = self.of_ranks[layer]
+            chosen = self.of_layer(layer, queries, keys, resident, ranks) if less and ranks else None
+            if chosen is not None:
+                of_block = torch.arange(seen.shape[2]) // BLOCK
+                for heads, own in zip(ranks, chosen):
+                    blocks = resident[: self.sinks] + own + resident[-self.recent :]
                     seen[heads] &= torch.isin(of_block, torch.tensor(blocks))
             return torch.where(retrieval[:, None, None], seen, bases[1])
 
@@ -89,10 +96,10 @@ def _queries(kv_heads, row, group):
     return [head * group + query for head in kv_heads.tolist() if row[head] == "1" for query in range(group)]
 
 
-def assert_like_dense(model, pattern, prompt, output, trace, **select):
+def assert_like_dense(model, pattern, prompt, output, trace, **read):
     """Log-probabilities of an answer are those of a dense model that chooses for itself. Returns its choices."""
     dense = DenseLlama(model)
-    chooser, tokens = HeadChooser(dense, pattern, **select), [*prompt, *output.outputs[0].token_ids]
+    chooser, tokens = HeadChooser(dense, pattern, **read), [*prompt, *output.outputs[0].token_ids]
     cache, n, gone, logits = dense.new_cache(), 0, [set(), set()], []
     if trace.start:  # a hit without holes
         dense.forward(tokens[: trace.start], cache, torch.ones(trace.start, trace.start).tril().bool())
@@ -105,42 +112,38 @@ def assert_like_dense(model, pattern, prompt, output, trace, **select):
         resident = [[block for block in range(math.ceil(n / BLOCK)) if block not in lost] for lost in gone]
         bases = [causal & torch.isin(torch.arange(n) // BLOCK, torch.tensor(blocks)) for blocks in resident]
         logits.append(dense.forward(tokens[first:n], cache, chooser.mask(bases, resident[0]))[0])
-        if set(evicted[0]) - gone[0]:
-            chooser.held, chooser.steps = {}, 0
         for lost, blocks in zip(gone, evicted):
             lost.update(blocks)
-    logprobs = torch.log_softmax(torch.cat(logits).double(), -1)
     assert chooser.closest > 1e-5, "rounding could choose another block: take another prompt"
-    want = [
-        logprobs[len(prompt) - 1 - trace.start + i, token].item() for i, token in enumerate(output.outputs[0].token_ids)
-    ]
-    np.testing.assert_allclose(logprobs_of(output), want, atol=2e-3)
+    assert_logprobs(output, prompt, trace, torch.cat(logits))
     assert gone[1]
     return chooser.chosen
 
 
 @pytest.mark.both_runners("lserve-many")
-@pytest.mark.parametrize("pattern", [PATTERN, FEW], ids=["many", "few"])
-@pytest.mark.parametrize("name", RETRIEVAL)
+@pytest.mark.parametrize(
+    "name, pattern",
+    [pytest.param(name, PATTERN, id=f"{name}-many") for name in RETRIEVAL]
+    + [pytest.param("lserve", FEW, id="lserve-few")],
+)
 def test_answers_are_those_of_a_dense_model_that_chooses_for_retrieval_heads(engine, model, poisoned, name, pattern):
-    """Three requests in one batch; one is shorter than the selection at first."""
+    """Three requests in one batch; one is shorter than what is read at first."""
     server = engine(
         policy_of(name, pattern), model=model, blocks=256, max_num_batched_tokens=192, enable_prefix_caching=False
     )
-    own = {
-        field: value for field, value in RETRIEVAL[name].items() if field in (*SELECT, "select_every", "dense_layers")
-    }
+    own = RETRIEVAL[name] | ({"recent": 1} if name == "keydiff" else {})  # a quarter of six blocks
+    own = {field: own[field] for field in own.keys() & {*READ, "hold", "dense_layers"}}
     chosen = [
         assert_like_dense(model, pattern, *answer, **own)
         for answer in server.answered(random_requests((600, 40), (150, 70), (400, 30)))
     ]
     assert min(chosen) > 4
     server.assert_nothing_left()
-    selections = (part_of(group, Selection) for group in server.worker.kv_evict.groups)
-    assert not any(list(selection.requests) for selection in selections if selection)
+    reads = (part_of(group, Read) for group in server.worker.kv_evict.groups)
+    assert not any(list(read.requests) for read in reads if read)
 
 
-def test_a_hit_has_the_bounds_of_retrieval_heads(engine, model):
+def test_a_hit_has_the_index_of_retrieval_heads(engine, model):
     """A request that hits another one's prefix chooses among blocks that it has not computed."""
     prefix = random_prompt(480)
     prompts = [prefix + random_prompt(70, seed) for seed in (1, 2)]
@@ -153,36 +156,20 @@ def test_a_hit_has_the_bounds_of_retrieval_heads(engine, model):
     server.assert_nothing_left()
 
 
-def test_a_selection_that_covers_all_changes_no_token(engine, model, monkeypatch):
-    chosen, choose = [], Selection.choose
-    monkeypatch.setattr(Selection, "choose", lambda self, *args: chosen.append(1) or choose(self, *args))
-    wide = policy_of("full") | {"retrieval": {**RETRIEVAL["full"], "select": 640}}
-    without = policy_of("full") | {"retrieval": None}
-    prompts = [random_prompt(length, length) for length in (500, 300, 40)]
-    outputs = [
-        engine(policy, model=model, blocks=256).generate(prompts, max_tokens=60, logprobs=1)
-        for policy in (wide, without)
-    ]
-    for ours, theirs in zip(*outputs):
-        assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
-        np.testing.assert_allclose(logprobs_of(ours), logprobs_of(theirs), atol=1e-5)
-    assert not chosen
-
-
 def test_layers_are_those_of_the_model():
     config = KVPolicyConfig.parse(policy_of("lserve") | {"retrieval": {**RETRIEVAL["lserve"], "dense_layers": 5}})
     with pytest.raises(KVPolicyError, match="dense_layers of a model with 5 layers, from 0 on, got 5"):
         config.check(BLOCK, 5, 4, 4096)
-    assert config.selects and not KVPolicyConfig.parse(policy_of("lserve") | {"retrieval": None}).selects
+    assert config.sparse_heads and not KVPolicyConfig.parse(policy_of("lserve") | {"retrieval": None}).sparse_heads
 
 
-def test_what_retrieval_heads_can_not_select_is_refused_by_name():
+def test_what_retrieval_heads_can_not_read_is_refused_by_name():
     for retrieval, message in (
         (
-            {"name": "full", "select": 1024, "filter_layers": [1]},
-            "retrieval: filter_layers choose for the layers after",
+            {"name": "full", "read": 1024, "leaders": [1]},
+            "retrieval: leaders choose for the layers after",
         ),
-        ({"name": "h2o", "select": 1024}, "select: 'h2o' sees only what a decode attends to"),
+        ({"name": "h2o", "read": 1024}, "read: 'h2o' sees only what a decode attends to"),
     ):
         with pytest.raises(KVPolicyError, match=re.escape(message)):
             KVPolicyConfig.parse(policy_of("full") | {"retrieval": retrieval})

@@ -18,25 +18,19 @@ POLICIES = {
     "h2o-ema": {"name": "h2o", **BASE, "accumulate": "ema", "decay": 0.95},
     "h2o-last": {"name": "h2o", **BASE, "accumulate": "last", "window": 24},
     "h2o-every": {"name": "h2o", **BASE, "every": 4},
-    "h2o-max": {"name": "h2o", **BASE, "heads": "max", "layers": "max"},
     "h2o-max-layers": {"name": "h2o", **BASE, "heads": "sum", "layers": "max"},
-    "h2o-average": {"name": "h2o", **BASE, "heads": "mean", "layers": "mean"},
-    "h2o-tight": {"name": "h2o", "budget": 160, "buffer": 0, "sink": 32, "recent": 64},
     "h2o-odd": {"name": "h2o", "budget": 200, "buffer": 40, "sink": 20, "recent": 50},
     "h2o-unprotected": {"name": "h2o", **BASE, "protect": False},
     "strided": {"name": "strided", **BASE},
-    "scissorhands": {"name": "scissorhands", **BASE, "window": 48},
     "scissorhands-max": {"name": "scissorhands", **BASE, "window": 100, "heads": "max", "layers": "max"},
     "tova": {"name": "tova", **BASE},
     "snapkv": {"name": "snapkv", **BASE, "window": 24, "kernel": 5, "heads": "max"},
     "rkv": {"name": "rkv", **BASE, "window": 12, "mix": 0.5},
     "rkv-max": {"name": "rkv", **BASE, "window": 12, "mix": 0.3, "heads": "max", "layers": "mean"},
     "knorm": {"name": "knorm", **BASE},
-    "knorm-max": {"name": "knorm", **BASE, "heads": "max", "layers": "max"},
     "keydiff": {"name": "keydiff", **BASE, "heads": "mean", "layers": "max"},
     "pagedeviction": {"name": "pagedeviction", "budget": 192},
     "quest": {"name": "quest", **BASE},
-    "quest-unprotected": {"name": "quest", **BASE, "protect": False},
     "random": {"name": "random", **BASE, "seed": 7},
 }
 
@@ -45,12 +39,12 @@ POLICIES = {
 @pytest.mark.both_runners("h2o", "h2o-max-layers", "keydiff")
 @pytest.mark.parametrize("name", POLICIES)
 def test_evictions_and_logprobs_match_the_dense_oracle(engine, dense, name):
-    """Three requests in one batch, prompts longer and shorter than a chunk, decoded past several decisions."""
+    """Two requests in one batch, prompts longer and shorter than a chunk, decoded past decisions."""
     policy = POLICIES[name]
     subject = engine(kv_policy=policy, max_num_batched_tokens=192)
     requests = [
         (random_prompt(length, seed), {"max_tokens": tokens, "logprobs": 1, "prompt_logprobs": prompt_logprobs})
-        for seed, (length, tokens, prompt_logprobs) in enumerate([(500, 80, 1), (90, 220, None), (333, 64, None)])
+        for seed, (length, tokens, prompt_logprobs) in enumerate([(500, 80, 1), (150, 120, None)])
     ]
     for prompt, output, trace in subject.answered(requests):
         tokens = [*prompt, *output.outputs[0].token_ids]

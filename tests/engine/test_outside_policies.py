@@ -63,13 +63,14 @@ def outside(tmp_path):
     return install
 
 
-def test_a_policy_from_outside_has_its_own_field_everywhere(outside):
+def test_a_policy_from_outside_has_its_own_field_everywhere_and_evicts(outside, tiny):
+    """Of 13 blocks before the first decision: sinks, recent blocks, and every fourth in between."""
     run = outside({"toy": TOY}, {"toy": "toy:Toy"})
-    *_, line = (
-        run(
-            "-c",
-            """
-import json
+    done = run(
+        "-c",
+        """
+import json, sys
+import preparation  # settings of the environment
 from vllm_evict import KVPolicyConfig, KVPolicyError
 from vllm_evict.config import REGISTRY
 from vllm_evict.integration.start.arguments import FIELDS, HELP
@@ -82,7 +83,7 @@ def refusal(value):
 
 server = KVPolicyConfig.parse("h2o")
 toy = KVPolicyConfig.parse({"name": "toy", "budget": 320, "step": 5})
-print(json.dumps({
+print("SAID", json.dumps({
     "step": [KVPolicyConfig.parse("toy").step, toy.step, server.step, KVPolicyConfig.parse(toy.to_dict()).step],
     "request": server.for_request({"kv_policy": "toy", "kv_budget": 288}, 5000, 32).name,
     "wrong": [refusal({"name": "toy", **more}) for more in ({"step": 1}, {"step": "3"}, {"stp": 3}, {"step": 13})],
@@ -91,12 +92,18 @@ print(json.dumps({
     "help": [line in " ".join(HELP.split()) for line in ("step every so many blocks stay", "toy")] + ["step" in FIELDS],
     "table": [row for row in REGISTRY.table().splitlines() if "`step`" in row],
 }))
+from engine import Engine, random_prompt
+policy = {"name": "toy", "budget": 224, "buffer": 96, "sink": 32, "recent": 64, "step": 4, "allow": []}
+server = Engine(sys.argv[1], policy, max_num_batched_tokens=512)
+_, (trace,) = server.traced([(random_prompt(400), dict(max_tokens=40))])
+print("EVICTED", [gone for gone in trace.evicted if gone])
+server.close()
 """,
-        )
-        .stdout.strip()
-        .splitlines()
+        str(tiny),
     )
-    said = json.loads(line)
+    told = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if line.startswith(("SAID", "EVICTED")))
+    said, (first, *_) = json.loads(told["SAID"]), json.loads(told["EVICTED"])
+    assert first and not {0, 4, 8} & set(first) and set(first) <= {1, 2, 3, 5, 6, 7, 9, 10}
     assert said["step"] == [3, 5, 3, 5] and said["request"] == "toy"
     few, text, typo, luck = said["wrong"]
     assert (
@@ -115,26 +122,6 @@ print(json.dumps({
     assert "A. Friend" in line and line.split()[-1] == "step"
     shown = run("-c", f'import sys; sys.argv[1:] = [\'policies\', \'{{"name": "toy", "step": 4}}\']; {command}').stdout
     assert ["step", "4"] in [line.split() for line in shown.splitlines()]
-
-
-def test_a_policy_from_outside_evicts(outside, tiny):
-    """Of 13 blocks before the first decision: sinks, recent blocks, and every fourth in between."""
-    run = outside({"toy": TOY}, {"toy": "toy:Toy"})
-    done = run(
-        "-c",
-        f"""
-import preparation  # settings of the environment
-from engine import Engine, random_prompt
-policy = {{"name": "toy", "budget": 224, "buffer": 96, "sink": 32, "recent": 64, "step": 4, "allow": []}}
-server = Engine({str(tiny)!r}, policy, max_num_batched_tokens=512)
-_, (trace,) = server.traced([(random_prompt(400), dict(max_tokens=40))])
-print("EVICTED", [gone for gone in trace.evicted if gone])
-server.close()
-""",
-    )
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("EVICTED"))
-    first, *_ = json.loads(line.removeprefix("EVICTED"))
-    assert first and not {0, 4, 8} & set(first) and set(first) <= {1, 2, 3, 5, 6, 7, 9, 10}
 
 
 BROKEN = {

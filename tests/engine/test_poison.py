@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from engine import PLAN, V2, after, logprobs_of
+from engine import PLAN, after, logprobs_of
 from oracle.model import DenseLlama
 from vllm.model_executor.layers.attention import Attention
 
@@ -21,12 +21,6 @@ SERVERS = {
         {"name": "h2o", **MASS, "accumulate": "last", "window": 8, "allow": ["full"]},
         {"h2o": (128, 160)},
         36,
-    ),
-    # A pool for requests at their budgets: none may keep everything.
-    "sink-window": (
-        {"name": "sink-window", "budget": 160, "sink": 32, "allow": []},
-        {"sink-window": (64, 160)},
-        14,
     ),
     "h2o-pressure": (
         {"name": "h2o", "when": "pressure", **MASS, "allow": ["full", "sink-window"]},
@@ -48,10 +42,9 @@ SERVERS = {
 }
 # With a prefix cache only blocks that were never published are poisoned, without one all that are freed.
 CACHING = {"prefix-cache": True, "no-prefix-cache": False}
-CASES = [(name, caching) for name in ("h2o", "rkv") for caching in CACHING]
-CASES += [("full", "prefix-cache"), ("sink-window", "prefix-cache"), ("tova-ada", "prefix-cache")]
-CASES += [("h2o-last", "no-prefix-cache"), ("h2o-pressure", "no-prefix-cache")]
-REQUESTS = 12 if V2 else 40
+CASES = [(name, "prefix-cache") for name in ("h2o", "full", "tova-ada")]
+CASES += [(name, "no-prefix-cache") for name in ("rkv", "h2o-last", "h2o-pressure")]
+REQUESTS = 40
 
 
 class Crowd:
@@ -144,7 +137,7 @@ def check_crowd(engine, model, monkeypatch, policy, budgets, blocks, caching, de
                 assert torch.isnan(cache[gone]).all(), "a freed block was not poisoned"
 
     assert poisoned > 0 and preempted and len(crowd.outputs) > REQUESTS // 2
-    assert V2 or crowd.aborted
+    assert crowd.aborted
     assert CACHING[caching] == any(output.num_cached_tokens for output in crowd.outputs.values())
     assert sum(output.kv_usage.evicted_blocks > 0 for output in crowd.outputs.values()) > REQUESTS // 8
     assert set(crowd.outputs) | crowd.aborted == set(crowd.prompts)

@@ -40,7 +40,7 @@ SMALL = dict(blocks=64, max_model_len=1024)
 
 def test_every_policy_whose_scores_add_up_has_it():
     for name, policy in POLICIES.items():
-        if "when" not in policy.options:
+        if "when" not in policy.options or name == "full":
             continue
         if "pressure" in policy.triggers:
             limits = KVPolicyConfig.parse({"name": name, "when": "pressure", "budget": 512}).limits(32, 4096)
@@ -54,7 +54,7 @@ def test_every_policy_whose_scores_add_up_has_it():
 def test_bad_values_name_what_is_allowed():
     with pytest.raises(KVPolicyError, match="when: .*'budget' or 'pressure'"):
         KVPolicyConfig.parse({"name": "h2o", "when": "always"})
-    with pytest.raises(KVPolicyError, match="policy 'full' has no field 'when'"):
+    with pytest.raises(KVPolicyError, match="when: 'full' keeps everything on the device"):
         KVPolicyConfig.parse({"name": "full", "when": "pressure"})
 
 
@@ -156,7 +156,7 @@ def preemptions(server):
     return server.metrics()["vllm:num_preemptions"]
 
 
-@pytest.mark.parametrize("name", ["h2o", "snapkv", "sink-window", "random"])
+@pytest.mark.parametrize("name", ["h2o", "snapkv", "sink-window"])
 def test_it_preempts_nobody_where_floors_fit(engine, name):
     """Stock vLLM preempts on this load; here nobody is, no request falls below its floor, and all blocks come back."""
     server = engine(SERVERS[name], **SMALL)
@@ -176,10 +176,9 @@ def test_it_preempts_nobody_where_floors_fit(engine, name):
     server.assert_nothing_left()
 
 
-@pytest.mark.parametrize("name", ["h2o", "sink-window"])
-def test_requests_are_not_compared_in_every_step(engine, name):
+def test_requests_are_not_compared_in_every_step(engine):
     """To compare them costs the host time with each request and block: once for what decodes begin in some steps."""
-    server = engine({**SERVERS[name], **({"buffer": 0} if name == "sink-window" else {})}, **SMALL)
+    server = engine(SERVERS["h2o"], **SMALL)
     steps, counts = [], []
     after(server.scheduler.part(Pressure), "choose", lambda *_: steps.append(len(counts)))
     for index, prompt in enumerate(PROMPTS[:8]):
@@ -206,8 +205,9 @@ def test_a_quiet_server_changes_no_bit(engine):
 
 @pytest.mark.oracle("full attention")
 @pytest.mark.both_runners("async_engine-h2o-ema")
-@pytest.mark.parametrize("name", ["h2o-ema", "sink-window"])
-@pytest.mark.parametrize("make", ["engine", "async_engine"])
+@pytest.mark.parametrize(
+    "make, name", [("engine", "sink-window"), ("async_engine", "sink-window"), ("async_engine", "h2o-ema")]
+)
 def test_each_step_reads_what_is_left(request, dense, name, make):
     """Holes are made while a step is being planned: that very step must not read them, nor miss anything else; steps
     in flight still do."""

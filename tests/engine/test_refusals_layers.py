@@ -33,14 +33,15 @@ SERVER = SimpleNamespace(
 # --- models ----------------------------------------------------------------------------------------------------------
 
 
-def test_keys_and_values_of_unlike_sizes_are_refused_before_anything_is_loaded(tmp_path):
-    """By the configuration of MiMo-V2, with no weights beside it; without a policy vLLM takes it."""
+def test_keys_and_values_of_unlike_sizes_are_kept_in_whole_blocks(tmp_path):
+    """By the configuration of MiMo-V2, with no weights beside it; what the message advises is served."""
     config = AutoConfig.for_model("mimo_v2_flash", architectures=["MiMoV2FlashForCausalLM"])
     config.save_pretrained(tmp_path)
     write_tokenizer(tmp_path, 256, 2048)
-    EngineArgs(str(tmp_path)).create_engine_config()
-    with pytest.raises(KVPolicyError, match="keys of 192 and values of 128 dimensions.*: leave --kv-policy out$"):
-        EngineArgs(str(tmp_path), kv_policy=H2O).create_engine_config()
+    what = "keys of 192 and values of 128 dimensions, of which no kernel of the plugin gathers tokens: "
+    with pytest.raises(KVPolicyError, match=f"{what}set granularity: block$"):
+        EngineArgs(str(tmp_path), kv_policy={**H2O, "granularity": "token"}).create_engine_config()
+    EngineArgs(str(tmp_path), kv_policy={**H2O, "granularity": "block"}).create_engine_config()
 
 
 # --- layers ----------------------------------------------------------------------------------------------------------
@@ -87,6 +88,8 @@ def test_layers_of_unknown_backends_are_refused():
         )
     for backend in ("CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"):
         of_layers.check_layer("layer.7", layer(backend), policy, plain_config())
+    unlike = plain_config(model_config__hf_text_config=SimpleNamespace(head_dim=192, v_head_dim=128))
+    of_layers.check_layer("layer.7", layer("FLASH_ATTN_DIFFKV"), policy, unlike)
 
 
 def test_layers_of_drafters_are_like_those_of_the_model(monkeypatch):
@@ -96,9 +99,8 @@ def test_layers_of_drafters_are_like_those_of_the_model(monkeypatch):
         backend, sharing = SimpleNamespace(get_name=lambda: name), {"kv_sharing_target_layer_name": target}
         return SimpleNamespace(attn_backend=backend, kv_cache_dtype=dtype, **sharing)
 
-    drafters.check({"draft.0": of()}, of())
+    drafters.check({"draft.0": of(), "draft.1": of(target="layers.3")}, of())
     for unlike, message in (
-        (of(target="layers.3"), "reads the cache of layers.3; expected .*; set another model"),
         (of("FLASH_ATTN"), 'has the attention backend FLASH_ATTN; .*; set "attention_backend": "CPU_ATTN"'),
         (of(dtype="fp8"), 'has the KV cache dtype \'fp8\'; .*; set "kv_cache_dtype": "auto"'),
         (torch.nn.Linear(1, 1), "is a Linear layer; .*; set another model"),
@@ -204,7 +206,7 @@ def test_caches_that_a_device_cannot_read_are_refused(monkeypatch, name):
     backend = SimpleNamespace(get_name=lambda: name)
     one = torch.ones(())
     found = SimpleNamespace(attn_backend=backend, dtype=torch.bfloat16, _q_scale=one, _k_scale=one, _v_scale=one)
-    found.sliding_window = None
+    found.sliding_window, found.head_size, found.head_size_v = None, 64, 64
     monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: {"layer.2": found})
     group = SimpleNamespace(decodes=None, block_size=32, source=Source(), leave_out=lambda kind: None)
     runtime, given = EvictionRuntime([group], ops_for(name), names=[["layer.2"]]), kv_cache_of_one_group()
@@ -218,7 +220,7 @@ def test_caches_that_a_device_cannot_read_are_refused(monkeypatch, name):
     assert settle(H2O)
     with pytest.raises(KVPolicyError, match=r"layer.2 keeps its keys as float16.*sink-window"):
         settle(H2O, torch.float16, "float16")
-    for size in (8, 512):
+    for size in (8, 520):
         with pytest.raises(KVPolicyError, match=rf"layer.2 has heads of size {size}.*sink-window"):
             settle(H2O, head_size=size)
         assert not settle(UNMEASURED, head_size=size)
@@ -279,7 +281,7 @@ def test_the_log_says_which_kernels_attend_and_measure(backend, split, outruns, 
     group = SimpleNamespace(decodes=decodes, shape=SimpleNamespace(graph_tokens=4096), source=Source())
     policy = KVPolicyConfig.parse(H2O if measured else UNMEASURED)
 
-    def line(mode, in_graphs=False):
+    def line(mode, in_graphs=None):
         config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode))
         runtime = EvictionRuntime([group], ops, ["pages"] * split, in_graphs)
         runtime.settle(decodes, outruns, exact=False)
@@ -298,26 +300,25 @@ def test_the_log_says_which_kernels_attend_and_measure(backend, split, outruns, 
         line(CUDAGraphMode.FULL_AND_PIECEWISE) == told + replayed + ", except decodes of measured requests" * measured
     )
     longest = ", of measured requests up to 4096 resident tokens" * measured
-    assert line(CUDAGraphMode.FULL_AND_PIECEWISE, True) == told + replayed + longest
+    assert line(CUDAGraphMode.FULL_AND_PIECEWISE, Attends.OWN) == told + replayed + longest
 
 
-def test_the_log_says_that_decodes_which_select_are_the_plugins():
+def test_the_log_says_that_decodes_which_read_less_are_the_plugins():
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.NONE),
         cache_config=SimpleNamespace(block_size=32),
     )
     group = SimpleNamespace(
         decodes=True,
+        block_size=32,
         shape=SimpleNamespace(graph_tokens=4096),
         source=SimpleNamespace(kept_bytes=3 << 20, reads_all=False),
     )
     runtime = EvictionRuntime([group], ops_for("CPU_ATTN"))
     runtime.settle(decodes=True, outruns=False, exact=False)
-    told = kernels_line(config, KVPolicyConfig.parse({"name": "full", "select": 256}), runtime, "CPU_ATTN")
-    assert (
-        "the plugin's kernel decodes requests that select blocks; CPU_ATTN's own kernel attends to all others" in told
-    )
-    assert "; decodes attend to 8 blocks at most" in told and "; bounds of keys take 3 MiB" in told
+    told = kernels_line(config, KVPolicyConfig.parse({"name": "full", "read": 256}), runtime, "CPU_ATTN")
+    assert "the plugin's kernel decodes requests that read less; CPU_ATTN's own kernel attends to all others" in told
+    assert "; decodes read 8 blocks at most" in told and "; the index of keys takes 3 MiB" in told
 
 
 @pytest.mark.parametrize(
@@ -340,7 +341,7 @@ def test_no_full_graph_decodes_exact_requests_beside_others(exact, graph):
         decodes=True, source=Source(), measured={"a", "b"}, with_holes={"a": [1]}, shape=SimpleNamespace(graph_tokens=4096),
         fits_graphs=lambda requests: True,
     )  # fmt: skip
-    runtime = EvictionRuntime([group], ops_for("FLASH_ATTN"), attends_in_graphs=True)
+    runtime = EvictionRuntime([group], ops_for("FLASH_ATTN"), measures_in_graphs=Attends.OWN)
     runtime.exact, cached = exact, SimpleNamespace(num_computed_tokens=[40, 40], req_ids=["a", "b"])
     runtime.in_step, runtime.batch.own = True, runtime._own()
     runtime._scheduler_output = SimpleNamespace(

@@ -30,7 +30,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_evict import KVPolicyError
 from vllm_evict.integration.worker import reorder
-from vllm_evict.integration.worker.reorder import Part, check_reload, reordering
+from vllm_evict.integration.worker.reorder import HeadOrder, check_reload, reordering
 
 pytestmark = pytest.mark.minutes
 
@@ -474,4 +474,4 @@ def test_parameters_that_cannot_be_permuted_are_refused_by_name(model, edit, wor
 @pytest.mark.parametrize("shape, dim", [((), 0), ((1,), 0), ((5,), None), ((64, 1), 1)])
 def test_what_holds_for_all_heads_is_left_alone(shape, dim):
     tensor = torch.rand(shape)
-    assert reorder._permute("scale", tensor, dim, [Part(SIZE, torch.tensor([1, 0]))]) is tensor
+    assert reorder._permute("scale", tensor, dim, [HeadOrder(SIZE, torch.tensor([1, 0]))]) is tensor

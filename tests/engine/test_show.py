@@ -95,14 +95,6 @@ def test_a_page_says_what_became_of_a_prompt(async_stays):
     assert found.marked == differ
 
 
-def test_blocks_on_the_host_are_shown(async_stays):
-    host = {"name": "h2o", **SIZES, "evict": "host", "host": "64MiB", "recall": "quest"}
-    shown = run(MODEL, KVPolicyConfig.parse(host), asked(), 8, OPTIONS)
-    away = where(shown, HOST)
-    assert len(away[-1]) > 10 and not where(shown, GONE)[-1]
-    assert any(before - after for before, after in itertools.pairwise(away))  # a block came back
-
-
 def test_what_layers_read_on_the_host_is_shown(async_stays):
     """Each layer reads as many blocks of the host as it chooses; answers are compared with stock full attention's."""
     reach = {"name": "full", "evict": "host", "host": "64MiB", **SIZES, "read": 160}

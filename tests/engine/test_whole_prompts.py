@@ -1,17 +1,16 @@
 """`prompt: whole`: no block goes before the prompt is computed, and the first decision sees all of it."""
 
-from itertools import pairwise
-
 import pytest
 import test_sessions
 import test_tokens
 from engine import assert_like_stock, random_prompt
+from evaluation import NEEDLE, needles
 from oracle.model import DenseLlama
 from oracle.tiny import make_tiny_llama
 from parity import assert_like_oracle, assert_tokens_like_oracle
-from test_recall import NEEDLE, needles, score
 
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
+from vllm_evict.eval.score import score
 
 BASE = {"budget": 192, "buffer": 64, "sink": 32, "recent": 64, "prompt": "whole", "exact": False}
 POLICIES = {
@@ -19,13 +18,12 @@ POLICIES = {
     "h2o": {"name": "h2o", **BASE},
     "h2o-last": {"name": "h2o", **BASE, "accumulate": "last", "window": 100, "every": 3},
     "snapkv": {"name": "snapkv", **BASE, "window": 24},
-    "tova": {"name": "tova", **BASE},
     "scissorhands": {"name": "scissorhands", **BASE, "window": 48},
     "rkv": {"name": "rkv", **BASE, "window": 12, "mix": 0.5},
     "keydiff": {"name": "keydiff", **BASE},
 }
 #: The last one ends with a chunk that is shorter than the windows above.
-LENGTHS = ((500, 80), (90, 220), (392, 64))
+LENGTHS = ((500, 80), (150, 120), (392, 30))
 
 
 def held_before(trace, prompt):
@@ -53,7 +51,7 @@ def test_evictions_and_logprobs_match_the_dense_oracle(engine, dense, name):
     server.assert_nothing_left()
 
 
-@pytest.mark.parametrize("name", ["h2o", "snapkv", "tova"])
+@pytest.mark.parametrize("name", ["h2o", "snapkv"])
 def test_heads_keep_the_tokens_of_the_dense_oracle(engine, tmp_path, name):
     path = make_tiny_llama(tmp_path / "model", layers=3, heads=8, kv_heads=4, vocab=test_tokens.VOCAB)
     policy = {**test_tokens.POLICIES[name], "prompt": "whole", "exact": False}
@@ -68,18 +66,16 @@ def test_heads_keep_the_tokens_of_the_dense_oracle(engine, tmp_path, name):
     server.assert_nothing_left()
 
 
-@pytest.mark.parametrize("name", ["h2o", "snapkv"])
-def test_a_short_pool_preempts_and_answers_stay(engine, dense, name):
-    """The pool has room for one prompt and a half. Poison tells whether freed blocks are read."""
-    server = engine(POLICIES[name], blocks=30, max_num_batched_tokens=128, max_model_len=640)
-    asked = [(random_prompt(480, seed), {"max_tokens": 100, "logprobs": 1}) for seed in range(5)]
+def test_a_short_pool_preempts_and_answers_stay(engine, dense):
+    """The pool has room for one prompt and a half."""
+    server = engine(POLICIES["snapkv"], blocks=30, max_num_batched_tokens=128, max_model_len=640)
+    asked = [(random_prompt(480, seed), {"max_tokens": 60, "logprobs": 1}) for seed in range(4)]
     for prompt, output, trace in server.answered(asked):
-        assert assert_like_oracle(dense, prompt, output, trace, POLICIES[name]) > 3
+        assert assert_like_oracle(dense, prompt, output, trace, POLICIES["snapkv"]) > 3
     server.assert_nothing_left()
 
 
-@pytest.mark.parametrize("name", ["h2o", "snapkv"])
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("name, exact", [("h2o", False), ("snapkv", False), ("h2o", True)])
 def test_a_prompt_that_is_in_the_prefix_cache_is_hit_whole(engine, dense, name, exact):
     """No hole of the request before is in what it published: its whole prompt. The second one measures the rest alone."""
     policy = {**POLICIES[name], "exact": exact}
@@ -93,9 +89,8 @@ def test_a_prompt_that_is_in_the_prefix_cache_is_hit_whole(engine, dense, name, 
     server.assert_nothing_left()
 
 
-@pytest.mark.parametrize("name", ["h2o", "snapkv"])
-def test_each_turn_of_a_session_keeps_its_prompt_whole(engine, name):
-    server, held = engine(POLICIES[name], max_num_batched_tokens=96), []
+def test_each_turn_of_a_session_keeps_its_prompt_whole(engine):
+    server, held = engine(POLICIES["snapkv"], max_num_batched_tokens=96), []
     sessions = test_sessions.Sessions(server)
 
     def on_step():
@@ -109,25 +104,6 @@ def test_each_turn_of_a_session_keeps_its_prompt_whole(engine, name):
     )
     assert max(n for whole, n in held if whole) > 9 and max(ends) <= 9
     assert sessions.usage["s"].evicted_blocks > 10
-    sessions.end("s")
-
-
-def test_what_comes_back_takes_no_place_in_a_turn_that_is_being_computed(engine):
-    """Blocks of earlier turns come back from the host; none of this turn goes for them before its prompt is computed."""
-    host = {"evict": "host", "host": "64MiB", "recall": "quest", "again": 16}
-    server, steps = engine({**POLICIES["h2o"], **host}, max_num_batched_tokens=96), []
-    sessions = test_sessions.Sessions(server)
-
-    def on_step():
-        request, blocks = server.scheduler.requests["s"], server.manager.residents["s"]
-        whole = request.num_computed_tokens < request.num_prompt_tokens
-        steps.append((request.num_prompt_tokens, whole, set(blocks.residence.pool.tolist())))
-
-    test_sessions.talk(sessions, [(400, 20), (64, 20), (230, 20), (230, 20)], on_step=on_step)
-    assert sessions.usage["s"].recalled_blocks > 0 and sessions.usage["s"].asked_again > 0
-    for before, after in pairwise(steps):
-        if before[0] == after[0] and after[1]:
-            assert before[2] <= after[2]
     sessions.end("s")
 
 

@@ -49,15 +49,16 @@ class CacheServer:
         queue: copies under way.
         delay: looks at a copy until it is done.
         waited: looks that workers took while they waited.
+        block: tokens of an engine's blocks.
     """
 
     chunks: dict[tuple[int, ...], list[Any]] = {}
     queue: list[Copy] = []
-    delay, waited = 3, 0
+    delay, waited, block = 3, 0, BLOCK
 
     @classmethod
     def clear(cls):
-        cls.chunks, cls.queue, cls.delay, cls.waited = {}, [], 3, 0
+        cls.chunks, cls.queue, cls.delay, cls.waited, cls.block = {}, [], 3, 0, BLOCK
 
 
 class SchedulerAdapter:
@@ -69,7 +70,7 @@ class SchedulerAdapter:
         self._found = {}
 
     def num_blocks_per_chunk(self):
-        return PER_CHUNK
+        return self.lmcache_tokens_per_chunk // CacheServer.block
 
     def maybe_submit_lookup_request(self, request_id, token_ids, **kwargs):
         size, found = self.lmcache_tokens_per_chunk, 0
@@ -104,8 +105,10 @@ class WorkerAdapter:
     def __init__(self, **kwargs):
         self.store_futures, self._retrieves, self._ended, self._came = {}, {}, set(), set()
 
-    def register_kv_caches(self, kv_caches, **kwargs):
-        self._caches = list(kv_caches.values())
+    def register_kv_caches(self, kv_caches, engine_group_infos=(), **kwargs):
+        """Caches with the number of their KV group, which LMCache's connector tells."""
+        group_of = {layer: each.engine_group_id for each in engine_group_infos for layer in each.layer_indices}
+        self._caches = [(group_of.get(layer, 0), cache) for layer, cache in enumerate(kv_caches.values())]
 
     def batched_submit_store_requests(self, request_ids, ops, event, **kwargs):
         for request_id, op in zip(request_ids, ops, strict=True):
@@ -116,21 +119,26 @@ class WorkerAdapter:
             self._retrieves[request_id] = Copy(CacheServer, lambda op=op: self._retrieve(op))
 
     def _chunks(self, op):
-        """Tokens up to the end of each chunk, and its blocks. LMCache's connector has them by KV group."""
-        (blocks,) = op.block_ids if isinstance(op.block_ids[0], list) else [op.block_ids]
-        for first in range(0, len(blocks), PER_CHUNK):
-            end = op.start + (first + PER_CHUNK) * BLOCK
-            yield tuple(op.token_ids[:end]), blocks[first : first + PER_CHUNK], end - PER_CHUNK * BLOCK - op.start
+        """Tokens up to the end of each chunk, its blocks in each KV group, and its first token after those of the copy.
+
+        LMCache's connector has blocks by KV group.
+        """
+        groups = op.block_ids if isinstance(op.block_ids[0], list) else [op.block_ids]
+        per_chunk = PER_CHUNK * BLOCK // CacheServer.block
+        for first in range(0, len(groups[0]), per_chunk):
+            after = first * CacheServer.block
+            blocks = [group[first : first + per_chunk] for group in groups]
+            yield tuple(op.token_ids[: op.start + after + PER_CHUNK * BLOCK]), blocks, after
 
     def _store(self, op):
         for tokens, blocks, _ in self._chunks(op):
-            CacheServer.chunks[tokens] = [cache[blocks].clone() for cache in self._caches]
+            CacheServer.chunks[tokens] = [cache[blocks[group]].clone() for group, cache in self._caches]
 
     def _retrieve(self, op):
         for tokens, blocks, after in self._chunks(op):
-            skipped = min(max(op.skip_first_n_tokens - after, 0) // BLOCK, PER_CHUNK)
-            for cache, content in zip(self._caches, CacheServer.chunks[tokens], strict=True):
-                cache[blocks[skipped:]] = content[skipped:]
+            skipped = max(op.skip_first_n_tokens - after, 0) // CacheServer.block
+            for (group, cache), content in zip(self._caches, CacheServer.chunks[tokens], strict=True):
+                cache[blocks[group][skipped:]] = content[skipped:]
 
     def get_finished(self, finished_req_ids):
         self._ended |= finished_req_ids

@@ -5,11 +5,11 @@ python tests/harness/capabilities.py
 
 import re
 
+from vllm_evict.config.features import ANY, Feature
 from vllm_evict.integration.start.capabilities import drafting
 from vllm_evict.integration.start.capabilities import environments as of
 from vllm_evict.integration.start.capabilities.environment import Environment
 from vllm_evict.integration.start.capabilities.environments import ENVIRONMENTS
-from vllm_evict.integration.start.capabilities.features import ANY, Feature
 
 #: What a row is about, where messages name it by facts of a server, or where models of the kind have names.
 SHOWN: dict[Environment | Feature, str] = {
@@ -19,30 +19,31 @@ SHOWN: dict[Environment | Feature, str] = {
     of.CSA: "compressed sparse attention (CSA: DeepSeek V4)",
     of.MSA: "block-sparse attention (MSA: MiniMax M3)",
     of.DIFFKV: "keys and values of unlike dimensions (MiMo-V2)",
-    of.PREFIX_LM: "non-causal attention over images (Gemma 3 4b, 12b, 27b)",
+    of.PREFIX_LM: "images whose tokens attend to each other (Gemma 3 4b, 12b, 27b, Gemma 4)",
     of.CHUNKED: "chunked-local attention layers (Llama 4), in chunks below --max-model-len",
+    of.WINDOWS: "sliding windows or chunks of local attention beside full attention",
     of.WINDOWS_ALONE: "sliding-window attention in all layers, in windows below --max-model-len",
     of.DISTANCES: "ALiBi (Bloom, Falcon)",
     of.UNLIKE_HEADS: "layers that differ in KV heads",
-    of.UNREAD_HEADS: "heads of other sizes on a GPU (Gemma 4)",
-    drafting.METHOD: "speculative decoding by DSpark, Medusa, MLP speculators and others",
-    drafting.OTHER_RUNNER: "speculative decoding by ngram_gpu and DFlash on Model Runner V1, and by all on V2 before vLLM 0.32",
+    of.UNREAD_HEADS: "heads below 16 or above 512 dimensions on a GPU",
+    of.UNDECODED_HEADS: "heads below 16 or above 256 dimensions on a GPU (Gemma 4)",
+    of.UNREACHED_CONNECTOR: "KV connectors but OffloadingConnector and SimpleCPUOffloadConnector; these beside latents, states, sliding windows or speculative decoding",
+    drafting.METHOD: "speculative decoding by Medusa, MLP speculators and others",
+    drafting.OTHER_RUNNER: "speculative decoding by ngram_gpu, DFlash and DSpark on Model Runner V1, and by all on V2 before vLLM 0.32",
+    drafting.DRAFTS_BESIDE: "speculative decoding beside latents, states or sliding windows",
     drafting.MANY_DRAFTS: "as many draft tokens as a block has tokens",
     drafting.DRAFTER: "drafters with layers",
     drafting.ASYNC_DRAFTS: "speculative decoding under async scheduling",
     drafting.DRAFTER_BESIDE: "drafters with layers beside latents, states or sliding windows",
     drafting.DRAFT_MODEL_BESIDE: "draft models beside latents, states or sliding windows",
-    drafting.SHARING_DRAFTER: "assistants that read the model's cache (Gemma 4)",
     drafting.PARALLEL_DRAFTER: "drafters that draft in parallel",
-    drafting.DFLASH: "DFlash",
-    drafting.DFLASH_BESIDE: "DFlash beside latents, states or sliding windows",
-    drafting.OTHER_DFLASH: "DFlash drafters of other architectures than DFlashDraftModel (DFlash2, LiLiCorr)",
+    drafting.IN_PARALLEL: "DFlash and DSpark",
+    drafting.UNTRIED_DRAFTER: "DFlash and DSpark beside latents, other drafters with layers than MTP beside keys and values of unlike dimensions, drafters with layers beside chunks of local attention or beside latents with linear attention",
+    drafting.OTHER_IN_PARALLEL: "drafters of other architectures than DFlashDraftModel and Qwen3DSparkModel (DFlash2, LiLiCorr)",
     of.OTHER_CONNECTOR: "LMCacheConnectorV1, FlexKV, Mooncake's store, HF3FS, MoRIIO, HiSparse and KV connectors of your own",
     of.BOTH_WAYS: "bidirectional_kv_xfer",
     of.CONNECTOR: "KV connectors",
-    of.STORING: "OffloadingConnector, LMCacheMPConnector and SimpleCPUOffloadConnector",
     of.OLD_STORES: "OffloadingConnector, LMCacheMPConnector and SimpleCPUOffloadConnector on vLLM before 0.30",
-    of.STORING_ONE_KIND: "OffloadingConnector and LMCacheMPConnector",
     of.ASYNC_CONNECTOR: "KV connectors under async scheduling",
     of.BACKEND: "attention backends that are not [listed](#backends-and-model-runners)",
     of.WHOLE_LAYER_BACKEND: "the attention backend FLASHINFER with other kernels than TensorRT-LLM's (Blackwell)",
@@ -53,26 +54,29 @@ SHOWN: dict[Environment | Feature, str] = {
 }
 #: What a user sets, where messages have names that depend on the server.
 INSTEAD: dict[Environment | Feature, str] = {
-    drafting.DFLASH: drafting.DRAFTER.instead,
+    drafting.IN_PARALLEL: drafting.DRAFTER.instead,
     drafting.DRAFTER_BESIDE: drafting.DRAFTER.instead,
     **dict.fromkeys(
-        (drafting.DRAFT_MODEL_BESIDE, drafting.DFLASH_BESIDE, drafting.OTHER_DFLASH),
+        (drafting.DRAFT_MODEL_BESIDE, drafting.UNTRIED_DRAFTER, drafting.OTHER_IN_PARALLEL),
         'set "method" in --speculative-config to what the message names',
     ),
     of.OTHER_CONNECTOR: "use a KV connector that the message names, or leave kv_connector_module_path out",
-    of.ONE_TABLE: "leave --disable-hybrid-kv-cache-manager out, or use a KV connector that the message names",
+    of.LMCACHE: "use a KV connector that the message names",
+    of.CHUNKED: "set --max-model-len to at most the chunk",
+    of.ONE_TABLE: "leave --disable-hybrid-kv-cache-manager out, or use the KV connector, drafter or variable that the message names",
     drafting.METHOD: 'set "method" in --speculative-config to one that the message names, or leave --speculative-config out',
     drafting.OTHER_RUNNER: 'set "method" in --speculative-config, or VLLM_USE_V2_MODEL_RUNNER, to what the message names',
     of.BACKEND: "set --attention-backend to one that the message names",
     of.WHOLE_LAYER_BACKEND: "set --attention-backend to FLASH_ATTN or TRITON_ATTN",
+    of.SPLITTING_BACKEND: "set --attention-backend to what the message names",
     of.FEW_SIZES_BACKEND: "set --attention-backend to what the message names",
     of.UNREAD_DTYPE: "use --kv-cache-dtype auto or what the message names",
     of.FP8_ON_OLD_GPU: "use --kv-cache-dtype auto or what the message names",
 }
 #: Flags, variables, fields and their values.
 CODE = re.compile(
-    r"(?<![`\w])(--[a-z][\w.-]*|VLLM_\w+|(?:heads or )?\w+: (?:host|token|max|mean|pressure)|(?:kvzip|select|host_path|kv_role)\b"
-    r'|"\w+"(?:: "\w+")?)'
+    r"(?<![`\w])(--[a-z][\w.-]*|VLLM_\w+|(?:heads or )?\w+: (?:host|token|max|mean|pressure)|(?:kvzip|kv_role)\b"
+    r'|^read\b|"\w+"(?:: "\w+")?)'
 )
 
 

@@ -269,9 +269,13 @@ class SimpleHostWorker:
         self._bytes, self._under_way, self._metadata, self._stored = cpu_capacity_bytes, [], None, {}
 
     def register_kv_caches(self, kv_caches):
-        self._caches = list(kv_caches.values())
-        block = sum(cache[0].numel() * cache.element_size() for cache in self._caches)
-        self._host = [cache.new_zeros(self._bytes // block + 1, *cache.shape[1:]) for cache in self._caches]
+        """Layers with states have several tensors, and layers of several groups may have the same memory."""
+        self._caches = [
+            cache for each in kv_caches.values() for cache in (each if isinstance(each, (list, tuple)) else [each])
+        ]
+        memory = {cache.untyped_storage().data_ptr(): cache.untyped_storage().nbytes() for cache in self._caches}
+        blocks = self._bytes * len(self._caches[0]) // sum(memory.values()) + 1
+        self._host = [cache.new_zeros(blocks, *cache.shape[1:]) for cache in self._caches]
 
     def bind_connector_metadata(self, metadata):
         self._metadata = metadata

@@ -27,8 +27,11 @@ def speculative(method, model=None):
     return {"method": method, "num_speculative_tokens": DRAFTS, **({} if model is None else {"model": str(model)})}
 
 
-def _layer(normal, prefix, hidden=HIDDEN, inputs=None):
+def _layer(normal, prefix, hidden=HIDDEN, inputs=None, like=None):
+    """Weights of a layer with heads of `MODEL`, or of the configuration `like`."""
     heads, kv_heads, inputs = MODEL["heads"] * HEAD_DIM, MODEL["kv_heads"] * HEAD_DIM, inputs or hidden
+    if like is not None:
+        heads, kv_heads = (like[f"num_{name}_heads"] * like["head_dim"] for name in ("attention", "key_value"))
     shapes = {
         "self_attn.q_proj": (heads, inputs),
         "self_attn.k_proj": (kv_heads, inputs),
@@ -61,24 +64,50 @@ def make_eagle(path, model, method):
         weights["lm_head.weight"] = normal(VOCAB, HIDDEN)
     path.mkdir(parents=True)
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": 1}
-    (path / "config.json").write_text(json.dumps(config | {"draft_vocab_size": VOCAB}))
-    return path
-
-
-def make_dflash(path, model):
-    """A DFlash head of the tiny Llama `model`: one layer that drafts all tokens of a step at once, without a causal mask."""
-    normal = _normal(7)
-    weights = _layer(normal, "layers.0.") | {"fc.weight": normal(HIDDEN, 2 * HIDDEN)}
-    weights |= {f"layers.0.self_attn.{name}_norm.weight": torch.ones(HEAD_DIM) for name in "qk"}
-    weights |= {name: torch.ones(HIDDEN) for name in ("hidden_norm.weight", "norm.weight")}
-    path.mkdir(parents=True)
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": 1, "model_type": "qwen3"}
-    config |= {"architectures": ["DFlashDraftModel"], "draft_vocab_size": VOCAB, "head_dim": HEAD_DIM}
-    config |= {"dflash_config": {"mask_token_id": 0, "target_layer_ids": [0, 1]}, "block_size": DRAFTS + 1}
+    config = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": 1, "draft_vocab_size": VOCAB}
+    for field in ("layer_types", "sliding_window"):  # of the model's layers
+        config.pop(field, None)
     (path / "config.json").write_text(json.dumps(config))
     return path
+
+
+def make_dflash(path, model, windows=(None,), **fields):
+    """A DFlash head of the tiny Llama `model`, whose layers draft all tokens of a step at once, without a causal mask.
+
+    Args:
+        windows: window of each layer; None: it has full attention.
+        fields: of the configuration.
+    """
+    config = json.loads((model / "config.json").read_text()) | {
+        "num_hidden_layers": len(windows),
+        "model_type": "qwen3",
+    }
+    vocab, hidden = config["vocab_size"], config["hidden_size"]
+    dtype = getattr(torch, config.get("dtype") or config["torch_dtype"])
+    config |= {"architectures": ["DFlashDraftModel"], "draft_vocab_size": vocab, "intermediate_size": INTERMEDIATE}
+    normal = _normal(7)
+    weights = {"fc.weight": normal(hidden, 2 * hidden)}
+    for number in range(len(windows)):
+        weights |= _layer(normal, f"layers.{number}.", hidden, like=config)
+        norms = (f"layers.{number}.self_attn.{name}_norm.weight" for name in "qk")
+        weights |= {name: torch.ones(config["head_dim"]) for name in norms}
+    weights |= {name: torch.ones(hidden) for name in ("hidden_norm.weight", "norm.weight")}
+    if rank := fields.get("markov_rank"):
+        weights |= {f"markov_head.markov_{name}.weight": normal(vocab, rank) for name in ("w1", "w2")}
+    path.mkdir(parents=True)
+    weights = {name: weight.to(dtype) for name, weight in weights.items()}
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    own = {"mask_token_id": 0, "target_layer_ids": [0, 1], "causal": False}
+    own["swa_window_size"] = max(filter(None, windows), default=None)
+    config |= {"dflash_config": own, "block_size": DRAFTS + 1}
+    config["layer_types"] = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    (path / "config.json").write_text(json.dumps(config | fields))
+    return path
+
+
+def make_dspark(path, model):
+    """A DSpark head: a DFlash head, and a matrix of low rank by which each draft depends on the one before it."""
+    return make_dflash(path, model, architectures=["Qwen3DSparkModel"], markov_rank=8)
 
 
 def make_mimo(path, llama):
@@ -99,6 +128,19 @@ def make_mimo(path, llama):
     return path
 
 
+def add_mtp_to_mimo_v2(path):
+    """Add a layer for multi-token prediction to a tiny MiMo-V2, in whose class it is like layers with windows."""
+    weights, normal, prefix = load_file(path / "model.safetensors"), _normal(6), "model.mtp.layers.0."
+    like, hidden = "model.layers.0.", weights["model.norm.weight"].shape[0]
+    own = {name.replace(like, prefix): weight for name, weight in weights.items() if name.startswith(like)}
+    own = {name: normal(*weight.shape) if weight.ndim == 2 else weight.clone() for name, weight in own.items()}
+    own[f"{prefix}pre_mlp_layernorm.weight"] = own.pop(f"{prefix}post_attention_layernorm.weight")
+    own |= {f"{prefix}{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm", "final_layernorm")}
+    own[f"{prefix}eh_proj.weight"] = normal(hidden, 2 * hidden)
+    save_file(weights | own, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
 def drafter_of(runner):
     """vLLM's drafter of a model runner."""
     return runner.speculator if V2 else runner.drafter
@@ -109,11 +151,12 @@ class Drafter:
 
     Attributes:
         texts: prompts with their outputs.
-        right: 0: drafts are right by chance alone; 1: all are right; "some": in turn none, one, two of them and so on.
+        right: 0: drafts are right by chance alone; "some": in turn one or two of them, then all.
+        proposed: (first tokens of a request, its length) -> drafts that it got.
     """
 
     def __init__(self, server):
-        self.texts, self.right = [], 0
+        self.texts, self.right, self.proposed = [], 0, {}
         self.runner = server.worker.model_runner
         drafter = drafter_of(self.runner)
         self.stock = drafter.propose
@@ -133,18 +176,34 @@ class Drafter:
         """Drafts that follow the first `length` tokens of a request; `known`: its first tokens at least."""
         following = next((text[length:] for text in self.texts if text[:20] == known[:20].tolist()), [])
         following = (following + [0] * count)[:count]
-        right = {0: 0, 1: count, "some": length % (count + 1)}[self.right]
-        return [token if at < right else (token + 1) % VOCAB for at, token in enumerate(following)]
+        right = {0: 0, "some": length % (count + 1)}[self.right]
+        drafts = [token if at < right else (token + 1) % VOCAB for at, token in enumerate(following)]
+        self.proposed[(*known[:20].tolist(),), int(length)] = drafts
+        return drafts
+
+    def tell(self, prompt, trace):
+        """Put the drafts of a request's steps into its trace; the scheduler knows their number alone."""
+        known = trace.start
+        for step, (count, settled) in enumerate(zip(trace.steps, trace.settled)):
+            if trace.drafts[step]:
+                proposed = self.proposed[(*prompt[:20],), known + settled]
+                trace.drafts[step] = proposed[: len(trace.drafts[step])]
+            known += count
 
 
-def see_views(builder):
-    """Assert that each pass of a drafter reads the table of its KV group without holes, and lengths without theirs."""
+def see_views(builder, hidden=lambda: {}):
+    """Assert that each pass of a drafter reads the table of its KV group without holes, and lengths without theirs.
+
+    `hidden`: returns for each row the further blocks that it does not read.
+    """
     build = builder.build_for_drafting
 
     def seen(common_attn_metadata, draft_index):
         common = common_attn_metadata
         size, lens = builder.kv_cache_spec.block_size, common.seq_lens.tolist()
         blocks = [row[: -(-length // size)].tolist() for row, length in zip(common.block_table_tensor, lens)]
+        for row, unread in hidden().items():
+            blocks[row] = [0 if block in unread else physical for block, physical in enumerate(blocks[row])]
         metadata = build(common_attn_metadata=common, draft_index=draft_index)
         for row, (its, length) in enumerate(zip(blocks, lens)) if hasattr(metadata, "block_table") else ():
             there = [block for block in its if block]
@@ -176,7 +235,8 @@ class LayeredDrafter(Drafter):
     def __init__(self, server):
         super().__init__(server)
         drafter = drafter_of(self.runner)
-        self.runs, logits = 0, drafter.model.compute_logits
+        name = next(each for each in ("compute_draft_logits", "compute_logits") if hasattr(drafter.model, each))
+        self.runs, logits = 0, getattr(drafter.model, name)
 
         def finite(*args, **kwargs):
             values = logits(*args, **kwargs)
@@ -184,9 +244,10 @@ class LayeredDrafter(Drafter):
             self.runs += 1
             return values
 
-        drafter.model.compute_logits = finite
+        setattr(drafter.model, name, finite)
+        group = server.worker.kv_evict.groups[0]
         for builder in drafting_builders(self.runner):
-            see_views(builder)
+            see_views(builder, lambda: dict(group.source.hidden(group.batch.req_ids)))
 
     def propose(self, **given):
         last = given["token_indices_to_sample"]
@@ -209,27 +270,40 @@ def accepted(server):
     return values["vllm:spec_decode_num_accepted_tokens"], values["vllm:spec_decode_num_draft_tokens"]
 
 
-def serve(engine, model, policy, check, monkeypatch, speculative_config=NGRAM, double=Drafter, tokens=160, **options):
+def serve(
+    engine,
+    model,
+    policy,
+    check,
+    monkeypatch,
+    speculative_config=NGRAM,
+    double=Drafter,
+    tokens=160,
+    lengths=(250, 90),
+    **options,
+):
     """Serve with a drafter that is right by chance alone, then by answers before.
 
     Evictions come at other tokens when drafts are right, so answers differ from those before.
 
     Args:
         tokens: of an answer.
+        lengths: of prompts, in tokens.
         options: further arguments of the engine.
     """
     monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     options = {"max_num_batched_tokens": 96, "speculative_config": speculative_config, **options}
     server = engine(policy, model=model, **options)
-    drafter, prompts = double(server), [prompt_of(length, 60 + length) for length in (250, 90)]
+    drafter, prompts = double(server), [prompt_of(length, 60 + length) for length in lengths]
     requests = [(prompt, {"max_tokens": tokens, "logprobs": 1}) for prompt in prompts]
-    for right in (0, "some", 1):
+    for right in (0, "some"):
         drafter.right, before = right, accepted(server)
         outputs, traces = server.traced(requests)
         drafts, kept = (new - old for new, old in zip(accepted(server)[::-1], before[::-1]))
         assert drafts and (kept < 5 if right == 0 else kept > 10)
         drafter.texts = [[*prompt, *output.outputs[0].token_ids] for prompt, output in zip(prompts, outputs)]
         for prompt, output, trace in zip(prompts, outputs, traces):
+            drafter.tell(prompt, trace)
             assert sum(map(len, trace.evicted)) >= 2
             check(prompt, output, trace)
         server.llm.reset_prefix_cache()

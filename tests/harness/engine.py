@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import graphs
 import numpy as np
+import pytest
 from parts import holes_of, part_of, sums_of
 from vllm import LLM, SamplingParams
 from vllm.platforms.cpu import CpuPlatform
@@ -48,6 +49,7 @@ class Trace:
     Attributes:
         steps: tokens of each step; rejected drafts are left out.
         settled: leading tokens of each step that were no drafts.
+        drafts: drafts of each step, rejected ones too.
         start: tokens that came out of the prefix cache.
         known: tokens it had: its prompt, and after a restart what it had generated.
         evicted: logical blocks evicted after each step.
@@ -58,6 +60,7 @@ class Trace:
 
     steps: list[int] = field(default_factory=list)
     settled: list[int] = field(default_factory=list)
+    drafts: list[list[int]] = field(default_factory=list)
     start: int = 0
     known: int = 0
     restarts: int = 0
@@ -250,7 +253,8 @@ class Engine:
             for req_id, tokens in output.num_scheduled_tokens.items():
                 trace = traces[_external(req_id)]
                 trace.steps.append(tokens)
-                trace.settled.append(tokens - len(output.scheduled_spec_decode_tokens.get(req_id, ())))
+                trace.drafts.append(list(output.scheduled_spec_decode_tokens.get(req_id, ())))
+                trace.settled.append(tokens - len(trace.drafts[-1]))
             return output
 
         def recorded_update(scheduler_output, model_runner_output):
@@ -345,9 +349,11 @@ __all__ = [
 ]
 
 
-@contextmanager
-def async_as_asked():
-    """Async scheduling is left as it was asked for; vLLM's CPU platform switches it off at start."""
+def leave_async(patched):
+    """Async scheduling is left as it was asked for, until `patched`, a MonkeyPatch, undoes it.
+
+    vLLM's CPU platform switches it off at start.
+    """
     update = CpuPlatform.check_and_update_config.__func__
 
     def keep_async(cls, vllm_config):
@@ -355,5 +361,12 @@ def async_as_asked():
         update(cls, vllm_config)
         vllm_config.scheduler_config.async_scheduling = wanted
 
-    with patch.object(CpuPlatform, "check_and_update_config", classmethod(keep_async)):
+    patched.setattr(CpuPlatform, "check_and_update_config", classmethod(keep_async))
+
+
+@contextmanager
+def async_as_asked():
+    """See `leave_async`."""
+    with pytest.MonkeyPatch.context() as patched:
+        leave_async(patched)
         yield

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from vllm_evict.eval import tasks, words
+from vllm_evict.eval.prompts import Prompts
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(__file__).parents[1] / "data" / "eval"
@@ -67,3 +68,12 @@ def row_of(policy="full", budget=None, task="niah", index=0, score=1.0, **fields
 def collected_once(monkeypatch):
     """Engines collect the whole heap nine times between start and end: half a second each."""
     monkeypatch.setattr(gc, "collect", lambda *args: 0)
+
+
+def needles():
+    """Ten questions behind contexts of 2,048 tokens: name -> sample, and name -> its token ids."""
+    prompts, filler, samples = Prompts(str(NEEDLE)), words.Filler(), {}
+    for task in ("niah", "multikey"):
+        for depth in (0.1, 0.17, 0.25, 0.33, 0.41):
+            samples[f"{task}-{depth}"] = tasks.make(task, 2048, depth, 0, 0, prompts.count, filler)
+    return samples, {name: prompts.ids(sample) for name, sample in samples.items()}

@@ -34,8 +34,8 @@ MUTANTS = [
     Mutant(
         "a recent block may go",
         "core/blocks.py",
-        "recent = max(computed_tokens - self.limits.recent, 0) // self.block_size\n        first",
-        "recent = max(computed_tokens - self.limits.recent, 0) // self.block_size + 1\n        first",
+        "recent = max(computed_tokens - self.limits.recent, 0) // self.block_size\n        room = 0",
+        "recent = max(computed_tokens - self.limits.recent, 0) // self.block_size + 1\n        room = 0",
         ("residency",),
     ),
     Mutant(
@@ -76,15 +76,15 @@ MUTANTS = [
     Mutant(
         "a restart keeps its holes",
         "core/blocks.py",
-        "self.residence, self.favoured, self._of_mechanisms = Residence(self.block_size), {}, {}",
+        "self.residence, self._of_mechanisms = Residence(self.block_size), {}",
         "pass",
         ("residency",),
     ),
     Mutant(
         "a restart is not counted",
         "core/blocks.py",
-        "self.incarnation += 1\n        if self.residence.saved",
-        "if self.residence.saved",
+        "self.incarnation += 1\n        self.started",
+        "self.started",
         ("residency",),
     ),
     Mutant(
@@ -95,11 +95,11 @@ MUTANTS = [
         ("residency",),
     ),
     Mutant(
-        "a step that selects ends no purity",
+        "a step that reads less ends no purity",
         "core/blocks.py",
         "            self.pure_tokens = first",
         "            pass",
-        ("select", "load_scheduler"),
+        ("read", "load_scheduler"),
     ),
     Mutant(
         "a turn's purity is not clamped",
@@ -140,7 +140,7 @@ MUTANTS = [
     Mutant(
         "impure blocks are published",
         "integration/engine/managers.py",
-        "num_tokens = min(num_tokens, resident.pure_tokens)",
+        "num_tokens = min(num_tokens, pure)",
         "pass",
         ("load_scheduler",),
     ),
@@ -219,7 +219,7 @@ MUTANTS = [
     Mutant(
         "plans of a request that ended stay",
         "core/plan.py",
-        "self.orders = [order for order in self.orders if order.req_id != req_id or (saved and order.saves)]",
+        "self.orders = [order for order in self.orders if order.req_id != req_id]",
         "pass",
         ("load_scheduler", "tokens", "context"),
     ),
@@ -300,7 +300,7 @@ MUTANTS = [
         "compute/holes.py",
         "if (physical == HOLE) != (block in holes)}",
         "if physical == HOLE or block in holes}",
-        ("recall_parts",),
+        ("host_memory",),
     ),
     Mutant(
         "resident tokens off by a block",
@@ -325,7 +325,6 @@ MUTANTS = [
     ),
     Mutant("keys of rejected drafts", "compute/cached.py", ", row.verified)", ")", ("drafters_async -k keydiff",)),
     Mutant("ended turns", "core/mechanisms/budget.py", "*self._ended_turns(plan)", "*()", ("sessions -k within",)),
-    Mutant("blind first", "core/mechanisms/recall.py", "(host or is_first)", "host", ("recall -k fact",)),
     Mutant("reports of drafts", "core/plan.py", "if end is None:", "if True:", ("drafters_async -k h2o",)),
     Mutant(
         "windows never end",
@@ -456,30 +455,9 @@ MUTANTS = [
     ),
     # Preempted requests on the host, layers without a cache, audits.
     Mutant(
-        "the sums of a request that goes on are lost",
-        "compute/mass.py",
-        "            sums.unpark(req_id, holes.count(req_id))",
-        "            sums.stop(req_id)",
-        ("preempted",),
-    ),
-    Mutant(
-        "a block is taken for one that is still there",
-        "integration/engine/offloading.py",
-        "            return block if whose is blocks and which == logical else None",
-        "            return block",
-        ("still_there",),
-    ),
-    Mutant(
-        "blocks that take turns are looked at as often as others",
-        "core/mechanisms/recall.py",
-        "        return min(1 << max(self.in_a_row - 1, 0), LONGEST_PAUSE)",
-        "        return 1",
-        ("recall -k turns",),
-    ),
-    Mutant(
         "a layer that reads another's cache does not add to its scores",
         "integration/worker/layers.py",
-        "places = [*enumerate(layers), *((at[name], layer) for layer, name in readers if name in at)]",
+        "places = [*enumerate(layers), *(each for each in reading if not hasattr(each[1], drafters.DRAFTS))]",
         "places = [*enumerate(layers)]",
         ("sharing",),
     ),
@@ -496,6 +474,13 @@ MUTANTS = [
         "answer.request.all_token_ids[first + 1 : end + 1]",
         "answer.request.all_token_ids[first:end]",
         ("audits -k full_gave",),
+    ),
+    Mutant(
+        "a room takes the free blocks of a hit",
+        "integration/engine/pressure.py",
+        "        pool.touch(taken)\n",
+        "        taken = []\n",
+        ("load_scheduler -k failed_once",),
     ),
     Mutant(
         "queries of the prompt count in missed mass",

@@ -9,8 +9,11 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from types import SimpleNamespace
 from unittest.mock import patch
+
+from packaging.version import Version
 
 
 def use_interpreter() -> None:
@@ -20,8 +23,13 @@ def use_interpreter() -> None:
 
 
 def use_model_runner_v2() -> None:
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    """vLLM's own choice where Triton works, with stand-ins in the place of its kernels. Other processes have V1."""
+    if Version(version("vllm")) < Version("0.32"):
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     use_vllm_kernels()
+    import stand_ins
+
+    stand_ins.install()
 
 
 def use_model_runner_v1() -> None:
@@ -56,8 +64,9 @@ def use_vllm_kernels() -> None:
 
 def use_kernels(monkeypatch) -> None:
     """Where the plugin runs other kernels on a CPU, those of a device make views, fold sums and take mass in."""
-    from vllm_evict.compute import measure, sums, tokens, views
+    from vllm_evict.compute import measure, reach, sums, tokens, views
     from vllm_evict.compute.attention import device
+    from vllm_evict.triton_kernels import reach as reaching
     from vllm_evict.triton_kernels.fold import fold
     from vllm_evict.triton_kernels.put import put
     from vllm_evict.triton_kernels.resident_view import resident_view
@@ -70,6 +79,8 @@ def use_kernels(monkeypatch) -> None:
         (measure, take),
         (device, take),
         (tokens, put),
+        (reach, reaching.reach),
+        (reach, reaching.bring),
     ):
         monkeypatch.setattr(module, kernel.__name__, kernel)
 

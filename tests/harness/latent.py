@@ -64,6 +64,42 @@ class DenseLatent(DenseHybrid):
         logits = self.model(ids, past_key_values=cache, position_ids=positions, use_cache=True).logits[0]
         return logits, torch.stack(self._probs) if want_probs else None
 
+    def _seen(self, module, query, key):
+        return self._mask
+
+
+class DenseAbsorbed(DenseLatent):
+    """The same, with masks that are functions of absorbed queries [Q, H, C + R] and latent keys [N, 1, C + R]."""
+
+    def __init__(self, path):
+        super().__init__(path)
+        self.kv_heads, self._latents = 1, {}
+        self.scale = self.model.model.layers[0].self_attn.scaling
+        for layer in self.model.model.layers:
+            layer.self_attn.kv_a_layernorm.register_forward_hook(self._keep)
+
+    def _keep(self, module, args, output):
+        before = self._cache_latents.get(module, output[0, :0])
+        self._cache_latents[module] = torch.cat((before, output[0]))
+
+    def new_cache(self):
+        cache = super().new_cache()
+        cache.latents = {}
+        return cache
+
+    def forward(self, ids, cache, mask, want_probs=False):
+        self._cache_latents = cache.latents
+        return super().forward(ids, cache, mask, want_probs)
+
+    def _seen(self, module, query, key):
+        if not callable(self._mask):
+            return self._mask
+        nope, rotated = query[0].split([module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
+        up = module.kv_b_proj.weight.unflatten(0, (self.heads, -1))[:, : module.qk_nope_head_dim]
+        queries = torch.cat((nope @ up, rotated), -1)
+        keys = torch.cat((self._cache_latents[module.kv_a_layernorm], key[0, 0, :, module.qk_nope_head_dim :]), -1)
+        return self._mask(len(self._probs), queries.transpose(0, 1), keys[:, None])
+
 
 def add_mtp(folder):
     """Give a model of `make_latent` a layer for multi-token prediction (MTP): random, and shaped like its last layer.

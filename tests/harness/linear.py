@@ -1,16 +1,19 @@
-"""Engines for latents beside linear attention, and for Mamba: vLLM's kernels of states have stand-ins in plain torch.
+"""Engines for latents beside linear attention, for GDN and for Mamba: vLLM's kernels of states have stand-ins in torch.
 
 Layers, states' pages and indices, metadata, block tables and the path of the latents are vLLM's own.
 """
 
 import torch
 import torch.nn.functional as F
-from engine import _register_kernels_once
+from engine import V2, _register_kernels_once
 from transformers import AutoConfig, PretrainedConfig
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba import mamba_mixer
-from vllm.model_executor.layers.mamba.gdn import kimi_gdn_linear_attn
+from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.linear import bailing_linear_attn, minimax_linear_attn
+from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 from vllm.model_executor.models import bailing_moe_v3
+from vllm.utils.torch_utils import _resolve_layer_name
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 from vllm.v1.attention.backends.mla.prefill.cpu_sdpa import CPUSDPAMLAPrefillBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -44,7 +47,6 @@ def stand_in_for_kimi(monkeypatch):
     """Let vLLM's CPU engine compute Kimi-Linear by the model for NVIDIA GPUs: fused kernels of latents and of states."""
     _register_kernels_once()  # vLLM's scan of modules fails on one that Kimi's import
     from vllm.models.kimi_k3.nvidia import mla, model
-    from vllm.models.kimi_k3.nvidia.ops.third_party import kda
 
     make = mla.MultiHeadLatentAttention.__init__
 
@@ -53,11 +55,10 @@ def stand_in_for_kimi(monkeypatch):
         layer.kv_b_proj._cpu_skip_gemm_dispatch = True  # as `MLAAttention` asks: a CPU would pack the weights
 
     monkeypatch.setattr(mla.MultiHeadLatentAttention, "__init__", made)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    if not V2:  # vLLM has a stand-in of its own there
+        monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     monkeypatch.setattr(model, "maybe_init_gemm_rs_ar", lambda *_: False)  # imports CUTLASS
-    monkeypatch.setattr(kimi_gdn_linear_attn, "gather_initial_states", initial_states)
-    for function in (chunk_kda_with_fused_gate, fused_recurrent_kda_packed_decode):
-        monkeypatch.setattr(kda, function.__name__, function)
+    monkeypatch.setattr(KimiGatedDeltaNetAttention, "_forward", kimi_forward)
     fused = (fused_mla_key_concat_kv_cache_insert, fused_mla_decode_q_concat_kv_cache_insert, fused_mla_kv_concat)
     for function in fused:
         monkeypatch.setattr(mla, function.__name__, function)
@@ -76,6 +77,79 @@ def stand_in_for_mamba(monkeypatch):
     monkeypatch.setattr(mamba_mixer.MambaMixer, "__init__", made)
     monkeypatch.setattr(mamba_mixer, "selective_scan_fn", selective_scan)
     monkeypatch.setattr(mamba_mixer, "selective_state_update", selective_update)
+
+
+def stand_in_for_gdn():
+    """Let vLLM's CPU engine compute Qwen3-Next in float32, also beside drafts: its kernel of states is for bfloat16 alone.
+
+    Beside drafts that kernel (0.32.0) rounds in another way than without. Of a row with fewer drafts than a step may have
+    it puts the convolution's inputs where the next step does not look for them: stock's own answers are wrong after it.
+    """
+    gdn_attention.register_cpu_gdn_attention_ops()
+    if (real := torch.ops.vllm.cpu_gdn_attention_core) is not gdn_core:
+        gdn_core.real = real
+        torch.ops.vllm.cpu_gdn_attention_core = gdn_core
+
+
+def gdn_core(mixed_qkv, b, a, core_attn_out, layer_name):
+    """Stands in for vLLM's operator of that name on float32: mixed_qkv [N, channels], b and a [N, H], output [N, H, D]."""
+    if mixed_qkv.dtype != torch.float32:
+        return gdn_core.real(mixed_qkv, b, a, core_attn_out, layer_name)
+    context = get_forward_context()
+    if context.attn_metadata is None:
+        return
+    layer = context.no_compile_layers[_resolve_layer_name(layer_name)]
+
+    def parts(tokens, convolved):
+        q, k, v = (each[0] for each in layer.rearrange_mixed_qkv(convolved))
+        q, k = (each.repeat_interleave(v.shape[1] // each.shape[1], 1) for each in (q, k))
+        gate = -layer.A_log.exp() * F.softplus(a[tokens] + layer.dt_bias)
+        return q, k, v, gate[..., None], b[tokens].sigmoid()
+
+    caches = gdn_attention._conv_buffer_view(layer), gdn_attention._ssm_state_view(layer)
+    take_steps(context.attn_metadata[layer.prefix], mixed_qkv, *caches, layer.conv1d, parts, core_attn_out)
+
+
+def take_steps(metadata, mixed_qkv, inputs, states, conv1d, parts, out):
+    """Convolution and delta rule of all requests of a step.
+
+    Args:
+        mixed_qkv: [N, channels].
+        inputs, states: of all slots, [S, channels, inputs of a convolution] and [S, H, D, D].
+        parts: (tokens, their convolved inputs) -> arguments of `delta`.
+        out: gets outputs, [N, H, D].
+    """
+    weight = conv1d.weight.flatten(1)
+    before = weight.shape[1] - 1
+    for tokens, slots, accepted, known in gdn_rows(metadata, len(mixed_qkv)):
+        # Of a row with drafts slot t has the state after its token t, and slot 0 all inputs.
+        kept, state = inputs[slots[0], :, accepted - 1 :][:, :before].T, states[slots[accepted - 1]]
+        seen = torch.cat([kept if known else torch.zeros_like(kept), mixed_qkv[tokens]])
+        state = state.clone() if known else torch.zeros_like(state)
+        convolved = F.silu((seen.unfold(0, before + 1, 1) * weight).sum(-1))
+        given = parts(tokens, convolved)
+        for at in range(len(tokens) if len(slots) > 1 else 1):
+            some = slice(at, at + 1) if len(slots) > 1 else slice(None)
+            out[tokens[some]], state = delta(*(each[some] for each in given), state)
+            states[slots[min(at, len(slots) - 1)]] = state
+        seen = seen[1:] if len(slots) > 1 else seen[-before:]
+        inputs[slots[0], :, : len(seen)] = seen.T
+
+
+def gdn_rows(metadata, count):
+    """Yield (tokens, slots of states, accepted tokens of the step before, whether there is a state) of each request."""
+    everything = torch.arange(count)
+    if metadata.spec_sequence_masks is not None:
+        starts, tokens = metadata.spec_query_start_loc.tolist(), metadata.spec_token_indx
+        for row in range(metadata.num_spec_decodes):
+            slots, accepted = metadata.spec_state_indices_tensor[row].tolist(), int(metadata.num_accepted_tokens[row])
+            yield tokens[starts[row] : starts[row + 1]], slots, accepted, True
+    if (starts := metadata.non_spec_query_start_loc) is not None:
+        starts, known = starts.tolist(), metadata.has_initial_state
+        tokens = everything if metadata.spec_sequence_masks is None else metadata.non_spec_token_indx
+        for row in range(metadata.num_decodes + metadata.num_prefills):
+            slot = int(metadata.non_spec_state_indices_tensor[row])
+            yield tokens[starts[row] : starts[row + 1]], [slot], 1, row < metadata.num_decodes or bool(known[row])
 
 
 def zero_blocks(runner, block_ids):
@@ -177,28 +251,23 @@ def fused_recurrent_kda(q, k, v, g, beta, initial_state, cu_seqlens, ssm_state_i
     return out, initial_state
 
 
-def initial_states(state, indices, has_initial_state):
-    return state[indices.long()] * has_initial_state.reshape(-1, 1, 1, 1)
+def kimi_forward(layer, mixed_qkv, g1, g2, beta, core_attn_out):
+    """Of a Kimi-Linear's layer: mixed_qkv [N, 3 * H * D], g1 and the output [1, N, H, D], beta [1, N, H]."""
+    metadata = (get_forward_context().attn_metadata or {}).get(layer.prefix)
+    if metadata is None:
+        return
 
+    def parts(tokens, convolved):
+        q, k, v = convolved.unflatten(-1, (3, *g1.shape[-2:])).unbind(1)
+        gate = fused_kda_gate(
+            g1[0, tokens].flatten(-2), layer.A_log, layer.head_dim, layer.dt_bias, layer.gate_lower_bound
+        )
+        return q, k, v, gate, beta[0, tokens].float().sigmoid()
 
-def chunk_kda_with_fused_gate(q, k, v, raw_g, raw_beta, A_log, g_bias, lower_bound, initial_state, cu_seqlens, **how):
-    """`chunk_kda` from projections: raw_g [1, T, H, D], raw_beta [1, T, H]."""
-    g = fused_kda_gate(raw_g.flatten(-2), A_log, raw_g.shape[-1], g_bias, lower_bound)
-    return chunk_kda(q, k, v, g, raw_beta.float().sigmoid(), initial_state, cu_seqlens)
-
-
-def fused_recurrent_kda_packed_decode(
-    mixed_qkv, raw_g, raw_beta, A_log, dt_bias, lower_bound, initial_state, state_indices
-):
-    """One token of each request: mixed_qkv [B, 3 * H * D]."""
-    q, k, v = mixed_qkv.unflatten(-1, (3, *raw_g.shape[-2:])).unbind(1)
-    starts, slots = torch.arange(len(q) + 1), state_indices.long()
-    how = dict(A_log=A_log, g_bias=dt_bias, lower_bound=lower_bound, cu_seqlens=starts)
-    out, states = chunk_kda_with_fused_gate(
-        q[None], k[None], v[None], raw_g, raw_beta, initial_state=initial_state[slots], **how
-    )
-    initial_state[slots] = states
-    return out, initial_state
+    inputs, states = layer.kv_cache
+    mixed_qkv = mixed_qkv[: metadata.num_actual_tokens]
+    take_steps(metadata, mixed_qkv, inputs.transpose(1, 2), states, layer.conv1d, parts, core_attn_out[0])
+    core_attn_out.copy_(layer.o_norm(core_attn_out, g2))
 
 
 def insert(kv_cache, kv_c_normed, k_pe, slot_mapping):

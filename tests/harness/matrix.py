@@ -37,7 +37,7 @@ COLUMNS: dict[str, tuple[dict, dict]] = {
     "kvzip": ({"name": "kvzip", **BUDGET}, {}),
     "pressure": ({"name": "h2o", **BUDGET, "when": "pressure"}, {}),
     "context": ({"name": "h2o", **BUDGET, "context": "model"}, {}),
-    "host": ({"name": "h2o", **BUDGET, "evict": "host", "host": "64MiB", "recall": "quest"}, {}),
+    "host": ({"name": "full", **BUDGET, "evict": "host", "host": "64MiB"}, {}),
     "drafts": ({"name": "h2o", **BUDGET}, {"speculative_config": NGRAM}),
 }
 
@@ -52,7 +52,7 @@ def columns(config: Any, policy: str, speculates: bool) -> set[str]:
         "kvzip": policy == "kvzip",
         "pressure": config.when == "pressure",
         "context": bool(config.context),
-        "host": config.evict == "host",
+        "host": config.reaches,
         "drafts": speculates,
     }
     measured = POLICIES[policy].measures
@@ -172,7 +172,7 @@ def main(files: list[str]) -> int:
     if not files:
         print(table(), end="")
         return 0
-    recorder = Recorder(RESULTS, os.environ.get("VLLM_EVICT_TEST_RUNNER", "v1"))
+    recorder = Recorder(RESULTS, os.environ.setdefault("VLLM_EVICT_TEST_RUNNER", "v1"))
     options = ["-q", "--show-capture=no", "--tb=short", "-p", "no:cacheprovider"]
     return pytest.main([*options, *files], plugins=[recorder])
 

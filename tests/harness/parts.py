@@ -35,6 +35,13 @@ def holes_of(changes):
     return {req_id: blocks for req_id, blocks in holes.items() if blocks}
 
 
+def published(server, group):
+    """Logical blocks of an engine's only request under whose hash something can be hit in a KV group."""
+    (request,) = server.scheduler.requests.values()
+    hashes = enumerate(request.block_hashes)
+    return [block for block, hashed in hashes if server.pool.get_cached_block(hashed, [group])]
+
+
 def orders_of(plan, kind):
     """The orders of one class, in the order of the plan."""
     return [order for order in plan.orders if isinstance(order, kind)]
@@ -62,6 +69,7 @@ class Drawn:
         self._mass, self.kv_heads, self.place, self.ops = mass, kv_heads, place, self
         self.query = torch.empty(0, heads, 0)
         self.mass_of = lambda call, *asked: mass_of(*asked)
+        self.metadata, self.ahead = None, lambda metadata: None
 
     def on(self, step):
         """Let the step take in the layer."""

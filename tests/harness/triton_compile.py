@@ -1,7 +1,8 @@
 """Compiles the Triton kernels for a GPU, without one, and prints what each takes as JSON.
 
-A process of its own, without the interpreter: python tests/harness/triton_compile.py [CAPABILITY]. fp8 needs 89 or more. With
-`--publish` it writes benchmarks/results/performance/compiled.json anew, with what kernels take on each of SHARED's GPUs.
+A process of its own, without the interpreter: python tests/harness/triton_compile.py [CAPABILITY [NUMBER...]], of some shapes
+or of all. fp8 needs 89 or more. With `--publish` it writes benchmarks/results/performance/compiled.json anew, with what
+kernels take on each of SHARED's GPUs.
 """
 
 import json
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from vllm_evict.compute.kernels.paged import PagedAttention
+from vllm_evict.compute.kernels.reach import ReachRows
 from vllm_evict.compute.kernels.view import View
 from vllm_evict.triton_kernels import (
     compact,
@@ -29,6 +32,7 @@ from vllm_evict.triton_kernels import (
     mass_from_lse,
     put,
     query_lse,
+    reach,
     resident_view,
     take,
 )
@@ -53,6 +57,8 @@ SHAPES = [  # query heads, KV heads, head size, block size, dtype, queries, whet
     (16, 1, 576, 16, F16, 4, True),
     (128, 1, 576, 64, BF16, 256, True, FP8),
 ]
+#: Shapes by which hosts' blocks are reached: the first one, latents, and heads of 64.
+REACHED = (0, 11, 5)
 ROWS, WIDTH = 4, 512
 #: Shared memory of an SM in KiB, by compute capability; a program takes 1 KiB beside its own.
 SHARED = {80: 164, 90: 228, 100: 228}
@@ -102,8 +108,8 @@ class Compiled:
     def __getitem__(self, grid):
         def launch(*args, **options):
             binary = self.kernel.warmup(*args, grid=grid, **options)
-            usage, code = (dumped(binary.asm["cubin"], option) for option in ("-res-usage", "-sass"))
-            (line,) = (line for line in usage.splitlines() if "REG:" in line)
+            code = dumped(binary.asm["cubin"])
+            (line,) = (line for line in code.splitlines() if "REG:" in line)
             taken = dict(item.split(":") for item in line.split() if item.startswith(("REG", "STACK")))
             ptx = binary.asm["ptx"]
             words = "cp.async", "mma.sync", "wgmma.mma_async", "atom.", "ld.global.v4", "bar.sync", "e4m3x2"
@@ -118,11 +124,13 @@ class Compiled:
         return launch
 
 
-def dumped(cubin: bytes, option: str) -> str:
+def dumped(cubin: bytes) -> str:
+    """Return what a kernel takes, and its machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([CUOBJDUMP, option, file.name], capture_output=True, text=True, check=True).stdout
+        command = [CUOBJDUMP, "-res-usage", "-sass", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def instructions(code: str) -> dict:
@@ -162,11 +170,12 @@ def limits(found: list[dict], capability: int) -> dict[str, dict]:
     return {name: {**its, "programs": -its["programs"]} for name, its in taken.items()}
 
 
-def compiled(capability: int, **variables: str) -> list[dict]:
-    """What each launch takes on a GPU; ptxas comes with Triton. A process of its own, since tests interpret kernels."""
+def compiled(capability: int, shapes: Sequence[int] = (), **variables: str) -> list[dict]:
+    """What each launch takes on a GPU, of shapes by their number in `SHAPES` or of all; ptxas comes with Triton. A process
+    of its own, since tests interpret kernels."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_DEFAULT_FP_FUSION": "1", **variables}
-    command = [sys.executable, __file__, str(capability)]
+    command = [sys.executable, __file__, *map(str, (capability, *shapes))]
     return json.loads(subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout)
 
 
@@ -192,6 +201,7 @@ def replace_kernels() -> None:
         (mass_from_lse, ("_mass_from_lse",)),
         (put, ("_put",)),
         (query_lse, ("_query_lse",)),
+        (reach, ("_logits", "_sums", "_shares", "_choose", "_take_places", "_bring", "_name")),
         (resident_view, ("_resident_view",)),
         (take, ("_take",)),
     ):
@@ -216,6 +226,44 @@ def compile_bookkeeping(capability: int) -> None:
         caches, blocks = [torch.empty(8, 8, 16, 2 * dim, dtype=dtype) for _ in range(2)], ints(WIDTH)
         for ordered in (True, False):
             compact.compact(caches, blocks, ints(2, 8, 1024), blocks, ints(3, ROWS), ordered=ordered)
+
+
+def compile_reaching(shapes: list[tuple]) -> None:
+    """Of some shapes, by boxes and by signs. Blocks that are smaller or of other dtypes take no more."""
+    lens, wide, counts = ints(ROWS), ints(ROWS, WIDTH), ints(ROWS, 3)
+    rows = ReachRows(*[lens] * 11, wide, 8, 4)
+    for heads, kv_heads, dim, block_size, dtype, tokens, *_ in shapes:
+        words = f"{heads}/{kv_heads} heads of {dim}, blocks of {block_size}", str(dtype).removeprefix("torch.")
+        boxes = torch.empty(8, kv_heads, 2 * dim, dtype=dtype)
+        signs = torch.empty(8, kv_heads, dim + block_size + block_size // 16 * dim, dtype=torch.int16)
+        page = torch.empty((8, kv_heads, block_size, 2 * dim) if kv_heads > 1 else (8, block_size, dim), dtype=dtype)
+        held, scores = ints(ROWS, 128), torch.empty(ROWS, WIDTH)
+        for kind, index in (("boxes", boxes), ("signs", signs)):
+            Compiled.shape = ", ".join((*words, kind))
+            query = torch.empty(tokens, heads, dim, dtype=dtype)
+            reach.reach(rows, query, index, wide, held, held, held, scores, counts, page, page, wide, 0.1)
+    if heads != SHAPES[REACHED[-1]][0]:
+        return
+    Compiled.shape = "a cap and sinks"
+    capped = (
+        rows,
+        query,
+        index,
+        wide,
+        held,
+        held,
+        held,
+        scores,
+        counts,
+        page,
+        page,
+        wide,
+        0.1,
+        50.0,
+        torch.empty(heads),
+    )
+    for leads in (False, True):
+        reach.reach(*capped, leads=leads)
 
 
 def compile_readers(shapes: list[tuple]) -> None:
@@ -268,10 +316,12 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--publish"]:
         publish()
         sys.exit()
-    capability = int(sys.argv[1]) if len(sys.argv) > 1 else 90
+    capability, *chosen = map(int, sys.argv[1:] or ["90"])
+    numbers = [number for number in chosen or range(len(SHAPES)) if FP8 not in SHAPES[number] or capability >= 89]
     driver.set_active(Driver(capability))
     replace_kernels()
     mass_from_lse.capability_of = lambda device: divmod(capability, 10)
     compile_bookkeeping(capability)
-    compile_readers([shape for shape in SHAPES if FP8 not in shape or capability >= 89])
+    compile_reaching([SHAPES[number] for number in REACHED if number in numbers])
+    compile_readers([SHAPES[number] for number in numbers])
     print(json.dumps(Compiled.found))

@@ -1,8 +1,10 @@
 """Stages of a pipeline keep what one process keeps: each sees its own layers, and the last one reports for all."""
 
+from functools import partial
+
 import numpy as np
 import pytest
-from engine import Engine, logprobs_of, random_prompt
+from engine import V2, Engine, logprobs_of, random_prompt
 from test_async import check_late_decisions
 from workers import Workers, forking
 
@@ -30,7 +32,8 @@ class Staged(Workers):
         # Behind enforce_eager no stage of a CPU worker has memory for what the stage before it sends (docs/limits.md).
         compiled = dict(enforce_eager=False, compilation_config={"mode": 1})
         super().__init__(model, policy, pipeline_parallel_size=2, **compiled, **kwargs)
-        assert self.core.batch_queue_size == 2
+        assert self.core.batch_queue_size == 2 + kwargs.get("async_scheduling", False)
+        assert self.core.vllm_config.use_v2_model_runner is V2
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +69,7 @@ def answers_of(server, policy):
     return outputs, reports
 
 
+@pytest.mark.both_runners("sink-window", "h2o", "snapkv", "scissorhands", "keydiff")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_two_stages_evict_and_say_what_one_process_does(alone, stages, policy):
     assert_alike(alone[policy], answers_of(stages, policy))
@@ -96,6 +100,7 @@ def staged_engine(tiny, forks):
         server.close()
 
 
+@pytest.mark.both_runners
 def test_two_stages_of_two_ranks(alone, staged_engine):
     """Each rank adds up the stages of its own heads, and the last stage's ranks add up theirs."""
     server = staged_engine(SERVER, tensor_parallel_size=2, **WHOLE)
@@ -104,11 +109,23 @@ def test_two_stages_of_two_ranks(alone, staged_engine):
     server.assert_nothing_left()
 
 
+LATE = {**SERVER, "name": "h2o", "budget": 192, "buffer": 64, "allow": []}
+
+
+@pytest.mark.both_runners
 def test_decisions_while_another_stage_computes_are_the_right_ones(staged_engine, tiny):
     """Chunks of a prompt are in several stages at once; against the dense oracle, told of holes when stages are."""
-    check_late_decisions(staged_engine, tiny, {**SERVER, "name": "h2o", "budget": 192, "buffer": 64, "allow": []})
+    check_late_decisions(staged_engine, tiny, LATE)
 
 
+@pytest.mark.both_runners
+@pytest.mark.skipif(not V2, reason="Model Runner V1 has no stages under async scheduling")
+def test_stages_under_async_scheduling(staged_engine, async_stays, tiny):
+    """Steps are planned before those in the stages are done."""
+    check_late_decisions(partial(staged_engine, async_scheduling=True), tiny, LATE)
+
+
+@pytest.mark.both_runners
 def test_stages_under_pressure(staged_engine):
     """A pool for two requests serves eight: all finish, on numbers, and all blocks come back."""
     policy = {"name": "h2o", "when": "pressure", "budget": 128, "sink": 32, "recent": 64}

@@ -13,7 +13,8 @@ pytestmark = pytest.mark.minutes
 
 BASE = {"name": "h2o", "budget": 160, "buffer": 32, "sink": 32, "recent": 64}
 WINDOW = {"kv_policy": "sink-window"}
-#: What is served by one engine: the server's policy, and what each of three requests asks for.
+#: What is served by one engine: the server's policy, and what each of three requests asks for. "windows" is of a model with
+#: sliding windows, whose KV groups ranks have alike.
 SERVERS = {
     "h2o": ({**BASE, "allow": ["sink-window", "rkv"]}, [{"kv_policy": "rkv"}, None, WINDOW]),
     # Scores of each rank's own heads, of keys and of queries.
@@ -37,6 +38,7 @@ SERVERS = {
         [None, {"kv_budget": 128}, {"kv_policy": "h2o"}],
     ),
     "pyramidkv": ({**BASE, "name": "pyramidkv", "bands": 2}, [None, None, None]),
+    "windows": (BASE, [None, {"kv_budget": 128}, None]),
     # Each rank rotates the keys of its own heads.
     "context": ({**BASE, "context": 448}, [None, None, {"kv_budget": 128}]),
 }
@@ -60,9 +62,10 @@ SCRIPT = textwrap.dedent(
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
 
-    def main(model, ranks, servers, path):
+    def main(plain, windows, ranks, servers, path):
         results = {}
         for name, (policy, wishes) in json.loads(servers).items():
+            model = windows if name == "windows" else plain
             llm = LLM(
                 model, kv_policy=policy, tensor_parallel_size=int(ranks), dtype="float32", enforce_eager=True, seed=0,
                 max_model_len=1024, block_size=32, num_gpu_blocks_override=128, kv_cache_memory_bytes=64 << 20,
@@ -97,7 +100,7 @@ SCRIPT = textwrap.dedent(
 )
 
 
-def serve(folder, model, ranks, servers):
+def serve(folder, models, ranks, servers):
     script, answer = folder / "serve.py", folder / f"ranks-{ranks}.json"
     script.write_text(SCRIPT)
     environment = {
@@ -109,7 +112,7 @@ def serve(folder, model, ranks, servers):
         else "nobind",
     }
     done = subprocess.run(
-        [sys.executable, script, model, str(ranks), json.dumps(servers), answer],
+        [sys.executable, script, *models, str(ranks), json.dumps(servers), answer],
         env=environment,
         capture_output=True,
         text=True,
@@ -123,7 +126,8 @@ def serve(folder, model, ranks, servers):
 def served(tiny, tmp_path_factory):
     """Results by server, of one rank and of two."""
     folder = tmp_path_factory.mktemp("ranks")
-    return serve(folder, tiny, 1, SERVERS), serve(folder, tiny, 2, SERVERS)
+    models = tiny, make_tiny_llama(folder / "model", layers=3, windows=[48, 0, 48])
+    return serve(folder, models, 1, SERVERS), serve(folder, models, 2, SERVERS)
 
 
 @pytest.mark.parametrize("name", SERVERS)
@@ -137,10 +141,3 @@ def assert_alike(one, two):
         assert together["usage"]["evicted_blocks"] > 0
         assert together["tokens"] == alone["tokens"]
         assert together["logprobs"] == pytest.approx(alone["logprobs"], abs=1e-3)
-
-
-def test_beside_sliding_windows_too(tmp_path):
-    """Ranks have the same KV groups, of which one is the policy's."""
-    model = make_tiny_llama(tmp_path / "model", layers=3, windows=[48, 0, 48])
-    one, two = (serve(tmp_path, model, ranks, {"h2o": SERVERS["h2o"]}) for ranks in (1, 2))
-    assert_alike(one["h2o"], two["h2o"])

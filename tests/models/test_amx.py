@@ -7,11 +7,11 @@ import pytest
 import torch
 from drafting import NGRAM
 from engine import assert_like_stock, logprobs_of, random_prompt
+from evaluation import NEEDLE, ROOT, needles
 from latent import MODELS, mended_rotation
 from oracle.model import DenseLlama
 from oracle.visible import assert_like_dense, visible
 from test_mla import POLICIES, expected, importances, truths  # noqa: F401
-from test_recall import NEEDLE, ROOT, needles
 
 from vllm_evict.compute import sums
 from vllm_evict.compute.attention import cpu
@@ -152,13 +152,11 @@ def test_full_and_covering_budgets_are_stock_to_the_byte_where_exact(engine):
     assert_like_stock(engine, prompts, covering, dtype="bfloat16", block_size=BLOCK)
 
 
-@pytest.mark.parametrize(
-    "select, sparse", [({"dense_layers": 0}, 1), ({"filter_layers": [2]}, 1 / 4)], ids=["quest", "omnikv"]
-)
-def test_decodes_attend_to_selected_blocks(engine, decoded, select, sparse):
-    """All layers, or the one behind the filter, read a tenth of each context. Answers are right."""
+@pytest.mark.parametrize("fields, sparse", [({"hold": 1}, 1), ({"leaders": [2]}, 1 / 4)], ids=["quest", "omnikv"])
+def test_decodes_read_their_best_blocks(engine, decoded, fields, sparse):
+    """All layers, or the one behind the leader, read a tenth of each context. Answers are right."""
     samples, ids = needles()
-    policy = {"name": "full", "select": 224, "select_sink": 32, "select_recent": 32, **select}
+    policy = {"name": "full", "read": 224, "sink": 32, "recent": 32, **fields}
     server = engine(policy, model=NEEDLE, dtype="bfloat16", blocks=1500, max_model_len=2304, block_size=BLOCK)
     outputs = server.generate(list(ids.values()), max_tokens=4)
     right = [score(output.outputs[0].text, sample) for output, sample in zip(outputs, samples.values())]

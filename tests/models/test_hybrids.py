@@ -6,12 +6,15 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import test_poison
+import test_reach
+import test_read
 import torch
 from engine import exactly, logprobs_of, random_prompt
 from latent import mended_rotation
 from linear import stand_in_for_mamba
 from oracle.hybrids import HYBRIDS, DenseHybrid, make_tiny_hybrid
 from parity import assert_like_oracle
+from parts import published
 from vllm import _custom_ops
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
@@ -89,7 +92,7 @@ def mended(kind, monkeypatch):
 
 
 @pytest.mark.oracle("hybrids")
-@pytest.mark.both_runners("falcon_h1", nightly=tuple(kind for kind in HYBRIDS if kind != "falcon_h1"))
+@pytest.mark.both_runners("falcon_h1", "qwen3_next")
 @pytest.mark.parametrize("kind", HYBRIDS)
 def test_full_is_stock_to_the_byte_and_evictions_are_a_mask(engine, hybrids, mended, kind):
     """On one engine each: requests that lack nothing, twice for prefix hits, then requests that lose blocks."""
@@ -113,28 +116,33 @@ def test_full_is_stock_to_the_byte_and_evictions_are_a_mask(engine, hybrids, men
 
 
 @pytest.mark.oracle("hybrids")
-@pytest.mark.parametrize("policy", [H2O, WHOLE], ids=["h2o", "snapkv-whole"])
-def test_evictions_match_the_dense_oracle(engine, hybrids, policy):
+def test_evictions_match_the_dense_oracle(engine, hybrids):
     """Which blocks go, after which steps: attention mass is measured beside states as anywhere."""
-    server = engine(policy, **hybrids("falcon_h1"), max_num_batched_tokens=192, enable_prefix_caching=False)
+    server = engine(WHOLE, **hybrids("falcon_h1"), max_num_batched_tokens=192, enable_prefix_caching=False)
     prompt = random_prompt(500, 500)
     (output,), (trace,) = server.traced([(prompt, {"max_tokens": 24, "logprobs": 1})])
-    assert assert_like_oracle(dense_of(hybrids, "falcon_h1"), prompt, output, trace, policy) > 8
+    assert assert_like_oracle(dense_of(hybrids, "falcon_h1"), prompt, output, trace, WHOLE) > 8
     server.assert_nothing_left()
+
+
+@pytest.mark.oracle("hybrids")
+@pytest.mark.both_runners("falcon_h1")
+@pytest.mark.parametrize("kind", ["falcon_h1", "lfm2"])
+def test_layers_reach_blocks_of_the_host(engine, hybrids, mended, whole_chunks, poisoned, kind):
+    """Beside Mamba, and beside short convolutions."""
+    test_reach.check_classes(engine, dense_of(hybrids, kind), **hybrids(kind))
+
+
+@pytest.mark.parametrize("kind", ["falcon_h1"])  # of `mended`
+def test_layers_read_their_best_blocks(engine, hybrids, mended, whole_chunks, poisoned, kind):
+    test_read.check_classes(engine, dense_of(hybrids, kind), **hybrids(kind))
 
 
 # --- prefix caching --------------------------------------------------------------------------------------------------
 
 
-def published(server, group):
-    """Logical blocks of the only request under whose hash something can be hit in a KV group."""
-    (request,) = server.scheduler.requests.values()
-    hashes = enumerate(request.block_hashes)
-    return [block for block, hashed in hashes if server.pool.get_cached_block(hashed, [group])]
-
-
 #: Kind, and tokens after which vLLM keeps a state; 0: at the end of the prompt.
-STATES = {"every-state": ("falcon_h1", BLOCK), "last-state": ("falcon_h1", 0), "bfloat16": ("qwen3_next", 0)}
+STATES = {"every-state": ("falcon_h1", BLOCK), "last-state": ("qwen3_next", 0)}
 
 
 @pytest.mark.parametrize("name", STATES)
@@ -175,24 +183,15 @@ def test_states_of_a_reduced_context_are_published_nowhere(engine, hybrids, whol
 
 # --- the pool --------------------------------------------------------------------------------------------------------
 
-#: The server's policy, budgets that requests ask for by policy, blocks of the pool, caching.
-CROWDS = {
-    "h2o-cached": (*test_poison.SERVERS["h2o"][:2], 48, "prefix-cache"),
-    "h2o-pressure": (*test_poison.SERVERS["h2o-pressure"][:2], 44, "no-prefix-cache"),
-}
 
-
-@pytest.mark.nightly(push=("h2o-cached",))
-@pytest.mark.parametrize("name", CROWDS)
-def test_freed_blocks_are_never_read_and_all_come_back(engine, hybrids, whole_chunks, monkeypatch, name):
+def test_freed_blocks_are_never_read_and_all_come_back(engine, hybrids, whole_chunks, monkeypatch):
     """A crowd that is preempted and aborted: a freed block may become a state, and a state's block a request's keys."""
-    *crowd, caching = CROWDS[name]
-    dense = dense_of(hybrids, "falcon_h1")
+    crowd, dense = (*test_poison.SERVERS["h2o"][:2], 48), dense_of(hybrids, "falcon_h1")
 
     def hybrid_engine(policy, **kwargs):
         return engine(policy, **{**kwargs, **hybrids("falcon_h1")})
 
-    test_poison.check_crowd(hybrid_engine, None, monkeypatch, *crowd, caching, dense)
+    test_poison.check_crowd(hybrid_engine, None, monkeypatch, *crowd, "prefix-cache", dense)
 
 
 @pytest.mark.oracle("hybrids")

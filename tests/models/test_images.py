@@ -4,13 +4,13 @@ from functools import cache
 
 import numpy as np
 import pytest
+from drafting import DRAFTS, NGRAM, Drafter, LayeredDrafter, accepted
 from engine import exactly, greedy, random_prompt
-from oracle.images import BFLOAT16, END, IMAGE, KINDS, START, TEXT, DenseImages, make_tiny
-from oracle.tiny import write_tokenizer
+from oracle.images import BFLOAT16, END, IMAGE, KINDS, START, DenseImages, make_tiny
+from oracle.logits import make_assistant
 from parity import assert_like_oracle
 from PIL import Image
 from test_hybrids import NOISE, apart
-from transformers import AutoConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_evict.config import KVPolicyError
@@ -23,6 +23,7 @@ POLICIES = {name: {"name": name, **BASE} for name in ("h2o", "sink-window")}
 POLICIES["snapkv"] = {"name": "snapkv", **BASE, "window": 24}
 #: No request is answered with parts of an image.
 WORDS = {"logprobs": 1, "allowed_token_ids": list(range(IMAGE))}
+NAN = "vLLM 0.32's V2 answers NaN on a CPU, without a policy too"
 OPTIONS = {"limit_mm_per_prompt": {"image": 2}, "max_num_batched_tokens": 192, "skip_mm_profiling": True}
 
 
@@ -56,10 +57,11 @@ def asked(length, images, seed=0):
 
 
 @pytest.mark.oracle("images")
-@pytest.mark.nightly(push=("llava-h2o", "qwen2_5_vl-sink-window", "qwen3_vl-snapkv"))
-@pytest.mark.both_runners("qwen2_5_vl-h2o")
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.v1("qwen3_5-h2o", why=NAN)
+@pytest.mark.both_runners("qwen2_5_vl-sink-window")
+@pytest.mark.parametrize(
+    "kind, name", [("llava", "h2o"), ("qwen2_5_vl", "sink-window"), ("qwen3_vl", "snapkv"), ("qwen3_5", "h2o")]
+)
 def test_evictions_and_logprobs_match_transformers(engine, models, kind, name):
     """Of two images in one prompt and one in another, in one batch, in chunks that end inside an image."""
     path, dense = models(kind)
@@ -82,7 +84,7 @@ def test_evictions_and_logprobs_match_transformers(engine, models, kind, name):
 
 
 # On Model Runner V2 stock vLLM's log-probabilities of Qwen3.5 with an image are NaN.
-@pytest.mark.both_runners(nightly=("llava", "qwen2_5_vl", "qwen3_vl"))
+@pytest.mark.v1("qwen3_5", why=NAN)
 @pytest.mark.parametrize("kind", KINDS)
 def test_full_is_stock_to_the_byte(engine, models, kind):
     path, _ = models(kind)
@@ -117,25 +119,53 @@ def test_prefixes_are_hit_with_the_same_image_alone(engine, models, poisoned, ki
     server.assert_nothing_left()
 
 
-@pytest.fixture(scope="module")
-def prefix_lm(tmp_path_factory):
-    """A tiny Gemma 3 with images, whose tokens attend to each other."""
-    path = tmp_path_factory.mktemp("images") / "gemma3"
-    text = dict(TEXT, query_pre_attn_scalar=32, sliding_window=48, layer_types=["sliding_attention", "full_attention"])
-    vision = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, image_size=56)
-    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision)
-    config.architectures = ["Gemma3ForConditionalGeneration"]
-    config.save_pretrained(path)
-    write_tokenizer(path, 256, 2048)
-    return path
-
-
-def test_images_whose_tokens_attend_to_each_other_are_refused_with_the_flag_that_serves_text(engine, prefix_lm):
-    with pytest.raises(
-        KVPolicyError, match="attention over images: set --language-model-only, which serves text alone"
-    ):
-        EngineArgs(str(prefix_lm), kv_policy=POLICIES["h2o"]).create_engine_config()
-    server = engine(POLICIES["h2o"], model=prefix_lm, language_model_only=True, load_format="dummy")
+@pytest.mark.oracle("images")
+def test_images_whose_tokens_attend_to_each_other_on_a_gpu_are_served(engine, tmp_path):
+    """Gemma 3. On a CPU vLLM has all tokens attend to those before them. For a GPU see test_images_devices.py."""
+    path, shown = make_tiny(tmp_path / "gemma3", "gemma3"), [image(1)]
+    words = random_prompt(300, vocab=246)
+    prompt = {"prompt_token_ids": [*words[:70], START, *words[70:]], "multi_modal_data": {"image": shown}}
+    outputs = []
+    for policy in (None, {"name": "full"}):
+        server = engine(policy, model=path, **OPTIONS)
+        (output,) = server.llm.generate([prompt], greedy(8, logprobs=0), use_tqdm=False)
+        outputs.append(exactly([output]))
+    assert outputs[0] == outputs[1]
+    server = engine(POLICIES["h2o"], model=path, **OPTIONS)
+    (output,), (trace,) = server.traced([(prompt, {"max_tokens": 20, **WORDS})])
+    dense = DenseImages(path, "gemma3")
+    dense.see(output.prompt_token_ids, shown)
+    assert assert_like_oracle(dense, output.prompt_token_ids, output, trace, POLICIES["h2o"], atol=1e-4) > 2
+    with pytest.raises(KVPolicyError, match="attend to each other.* which no test runs: set --language-model-only"):
+        EngineArgs(str(path), kv_policy={**POLICIES["h2o"], "granularity": "token"}).create_engine_config()
+    server = engine(POLICIES["h2o"], model=path, language_model_only=True, load_format="dummy")
     (output,) = server.generate([random_prompt(400)], max_tokens=8)
     assert output.kv_usage.evicted_blocks > 4
+    server.assert_nothing_left()
+
+
+@pytest.mark.oracle("images")
+@pytest.mark.both_runners
+@pytest.mark.parametrize("drafter", ["ngram", "assistant"])
+def test_drafts_beside_images_that_attend_to_each_other(engine, tmp_path, poisoned, drafter):
+    """Gemma 4, by n-grams and by its assistant, whose layers read the model's caches: none, some and then all drafts are right."""
+    path = make_tiny(tmp_path / "gemma4", "gemma4")
+    config, double = NGRAM, Drafter
+    if drafter == "assistant":
+        assistant = make_assistant(tmp_path / "assistant", path)
+        config, double = {"num_speculative_tokens": DRAFTS, "model": str(assistant)}, LayeredDrafter
+    server = engine(POLICIES["h2o"], model=path, speculative_config=config, **OPTIONS)
+    dense, drafts, images = DenseImages(path, "gemma4"), double(server), [image(1), image(2, 196, 336)]
+    for right in (0, "some"):
+        drafts.right, before = right, accepted(server)
+        (output,), (trace,) = server.traced([(asked(300, images), {"max_tokens": 40, **WORDS})])
+        prompt = output.prompt_token_ids
+        assert prompt.count(IMAGE) > 100
+        dense.see(prompt, images)
+        assert assert_like_oracle(dense, prompt, output, trace, POLICIES["h2o"], atol=1e-4) > 4
+        kept = accepted(server)[0] - before[0]
+        assert kept < 5 if right == 0 else kept > 10
+        drafts.texts = [[*prompt, *output.outputs[0].token_ids]]
+        server.llm.reset_prefix_cache()
+    assert drafter == "ngram" or drafts.runs > 20
     server.assert_nothing_left()

@@ -6,19 +6,20 @@ into kernel blocks of 16 tokens.
 
 from types import SimpleNamespace
 
+import drafting
 import numpy as np
 import pytest
 import torch
-from engine import PLAN, after, assert_like_stock, logprobs_of, random_prompt
+from engine import PLAN, V2, after, assert_like_stock, logprobs_of, random_prompt
 from interpreter import in_place_of, use_kernels
 from latent import keep_what_is_asked, reference_mla, take_large_tiles
 from latent import stand_in as in_place_of_device
 from linear import stand_in, stand_in_for_kimi
 from oracle.latent_hybrids import LATENT_HYBRIDS, DenseLatentHybrid, make_latent_hybrid
 from parity import assert_like_oracle
-from vllm.engine.arg_utils import EngineArgs
+from parts import published
 
-from vllm_evict.compute.kernel_blocks import KernelBlocks
+from vllm_evict.compute.kernel_blocks import KernelBlockViews
 from vllm_evict.compute.kernels.view import View
 from vllm_evict.config import KVPolicyError
 from vllm_evict.integration.worker import backend as backends
@@ -121,18 +122,9 @@ def test_blocks_with_the_largest_vectors_go_first(engine, hybrids):
     assert trace.evicted[0] == sorted(order[:4])
 
 
-@pytest.mark.nightly(push=(LIGHTNING,))
-@pytest.mark.parametrize("architecture", LATENT_HYBRIDS)
-def test_full_and_budgets_that_cover_are_stock_to_the_byte(engine, hybrids, architecture):
-    options = dict(model=hybrids(architecture)[0], enable_prefix_caching=False, **OPTIONS)
+def test_full_and_budgets_that_cover_are_stock_to_the_byte(engine, hybrids):
+    options = dict(model=hybrids(LIGHTNING)[0], enable_prefix_caching=False, **OPTIONS)
     assert_like_stock(engine, [random_prompt(400), random_prompt(70)], {**H2O, "budget": 1024}, **options)
-
-
-def published(server, group):
-    """Logical blocks of the only request under whose hash something can be hit in a KV group."""
-    (request,) = server.scheduler.requests.values()
-    hashes = enumerate(request.block_hashes)
-    return [block for block, hashed in hashes if server.pool.get_cached_block(hashed, [group])]
 
 
 @pytest.mark.nightly(push=(DELTA,))
@@ -255,7 +247,7 @@ def test_views_in_kernel_blocks_stay_where_graphs_read_them():
 
     batch = SimpleNamespace(graph=object())
     group = SimpleNamespace(block_size=128, device="cpu", in_step=False, batch=batch, views=views, view=view)
-    kernel, addresses = KernelBlocks(group, 64), set()
+    kernel, addresses = KernelBlockViews(group, 64), set()
     for group.in_step, blocks in ((False, [4, 5, 6]), (True, [4, 6])):
         # What vLLM gives, of which only a dummy step's is read.
         given = SimpleNamespace(block_table_tensor=torch.tensor([[8, 9, 10, 11, 12, 13]], dtype=torch.int32))
@@ -275,9 +267,25 @@ def test_releases_that_split_block_tables_are_refused(engine, hybrids, monkeypat
         engine(H2O, model=hybrids(LIGHTNING)[0], enable_prefix_caching=False, **OPTIONS)
 
 
-def test_speculation_is_refused_before_anything_is_loaded(folders):
-    """Alone each of the two is served."""
-    ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-    options = {"model": str(folders[LIGHTNING]), "kv_policy": H2O, "enable_prefix_caching": False, **OPTIONS}
-    with pytest.raises(KVPolicyError, match="beside linear attention and speculative decoding, which no test runs"):
-        EngineArgs(speculative_config=ngram, **options).create_engine_config()
+@pytest.mark.oracle("latents beside states (simulated)")
+@pytest.mark.both_runners
+def test_drafts_after_evictions_are_verified_as_a_dense_model_answers(engine, tmp_path, monkeypatch):
+    """By n-grams. Kimi delta attention takes rejected drafts back; a step's first state may be a block of the prompt."""
+    stand_in_for_kimi(monkeypatch)
+    folder = make_latent_hybrid(tmp_path / "model", KIMI, drafting.VOCAB)
+    dense = DenseLatentHybrid(folder)
+
+    def check(prompt, output, trace):
+        np.testing.assert_allclose(logprobs_of(output), expected(dense, prompt, output, trace), atol=ATOL)
+        assert np.abs(logprobs_of(output) - expected(dense, prompt, output)).max() > 0.01
+
+    options = {**OPTIONS, "enable_prefix_caching": V2}
+    drafting.serve(engine, folder, H2O, check, monkeypatch, tokens=60, lengths=(900, 790), **options)
+
+
+def test_drafts_beside_states_that_do_not_take_them_back_are_refused(engine, hybrids):
+    options = dict(model=hybrids(LIGHTNING)[0], enable_prefix_caching=False, **OPTIONS)
+    with pytest.raises(
+        KVPolicyError, match="got states of BAILING_LINEAR_ATTN; expected GDN_ATTN, .*; leave --speculative"
+    ):
+        engine(H2O, speculative_config=drafting.NGRAM, **options)

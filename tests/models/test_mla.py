@@ -4,10 +4,12 @@ from functools import partial
 
 import numpy as np
 import pytest
+import test_reach
+import test_read
 import torch
-from engine import assert_like_stock, logprobs_of, random_prompt
+from engine import assert_like_stock, logprobs_of, random_prompt, random_requests
 from interpreter import in_place_of, use_kernels
-from latent import MODELS, keep_what_is_asked, make_latent, reference_mla, stand_in, take_large_tiles
+from latent import MODELS, DenseAbsorbed, keep_what_is_asked, make_latent, reference_mla, stand_in, take_large_tiles
 from vllm.triton_utils import HAS_TRITON
 
 from vllm_evict.compute import sums
@@ -126,6 +128,20 @@ def test_chunks_of_a_prompt_see_what_is_left_and_later_requests_hit_pure_blocks(
     server.assert_nothing_left()
 
 
+@pytest.mark.oracle("latents")
+@pytest.mark.both_runners
+def test_layers_reach_blocks_of_the_host(engine, truths, chunks, poisoned):
+    """By boxes of latent keys, and absorbed queries; chunks of prompts read staged context."""
+    folder, _ = truths()
+    test_reach.check_classes(engine, DenseAbsorbed(folder), BLOCK, model=folder, attention_backend="CPU_MLA")
+
+
+def test_layers_read_their_best_blocks(engine, truths, chunks, poisoned):
+    """The backend's kernel attends, by a table that each layer writes."""
+    folder, _ = truths()
+    test_read.check_classes(engine, DenseAbsorbed(folder), BLOCK, model=folder, attention_backend="CPU_MLA")
+
+
 @pytest.fixture
 def triton_mla(chunks, monkeypatch):
     """vLLM's Triton backend for latents in the place of the CPU's, and the kernel that makes views on a device."""
@@ -186,6 +202,9 @@ SCORED = [
 ]
 
 
+REACHED = [pytest.param(*each.values, 32, marks=each.marks) for each in SCORED]
+
+
 @pytest.fixture
 def on_device(request, chunks, monkeypatch):
     """Makes engines on a backend of a device."""
@@ -201,6 +220,23 @@ def on_device(request, chunks, monkeypatch):
             return engine(*args, **kwargs)
 
     return make
+
+
+@pytest.mark.oracle("latents")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+@pytest.mark.parametrize("backend, size", [*REACHED, ("FLASHMLA", 64), ("FLASHINFER_MLA", 64)])
+def test_layers_reach_blocks_of_the_host_on_a_device(engine, on_device, truths, poisoned, backend, size):
+    folder, _ = truths()
+    policy = {**test_reach.REACH, "hold": 1}
+    server = on_device(engine, backend, policy, model=folder, block_size=size, max_num_batched_tokens=160)
+    assert server.manager.kv_cache_spec.backend == backend
+    chosen, dense = 0, DenseAbsorbed(folder)
+    for prompt, output, trace in server.answered(random_requests((420, 8), (250, 12))):
+        chosen += test_reach.assert_reaches_like_dense(
+            None, prompt, output, trace, 256, 1, dense=dense, atol=3e-5, size=size
+        )
+    assert chosen > 10
+    test_reach.assert_nothing_left(server)
 
 
 @pytest.mark.oracle("latents")
@@ -228,7 +264,6 @@ def test_scores_on_a_device_evict_what_those_of_a_cpu_evict(engine, truths, on_d
     server.assert_nothing_left()
 
 
-@pytest.mark.both_runners(nightly=tuple(MODELS))
 @pytest.mark.parametrize("architecture", MODELS)
 def test_full_is_stock_to_the_byte(engine, truths, architecture):
     folder, _ = truths(architecture)
@@ -305,10 +340,9 @@ REFUSED = {
         "kvzip and multi-head latent.*, which has no keys of KV heads.*snapkv, h2o and keydiff",
     ),
     "tokens": ({"name": "snapkv", "granularity": "token", **SIZES}, "granularity: token and .*set granularity: block"),
-    "select": ({"name": "keydiff", **SIZES, "select": 64}, "select and multi-head latent.*leave select out"),
-    "host": (
-        {"name": "h2o", **SIZES, "evict": "host", "host": "64MiB", "recall": "quest"},
-        "evict: host and multi-head latent.*set evict: drop",
+    "read": (
+        {"name": "keydiff", **SIZES, "read": 64},
+        "read under a policy that scores .*multi-head latent.*set read under",
     ),
 }
 

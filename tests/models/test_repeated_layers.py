@@ -10,7 +10,6 @@ BASE = {"budget": 224, "buffer": 64, "sink": 32, "recent": 64}
 BY_TOKEN = {**BASE, "granularity": "token"}
 POLICIES = {
     "tokens": {"name": "h2o", **BY_TOKEN},
-    "tokens-last": {"name": "snapkv", **BY_TOKEN, "window": 24},
     "tokens-of-split-heads": {
         "name": "duo",
         "pattern": ["0110", "1111", "0001"],
@@ -43,7 +42,7 @@ def repeat(server, calls):
         attention.forward = forward
 
 
-@pytest.mark.nightly(push=("blocks", "cached-tokens"))
+@pytest.mark.nightly(push=("blocks", "tokens"))
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_layer_that_is_called_twice_keeps_its_own_scores(engine, model, name):
     requests = [

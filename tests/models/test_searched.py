@@ -16,7 +16,7 @@ from vllm_evict.compute.reduction import Reduction
 from vllm_evict.compute.sums import RunningSums
 from vllm_evict.config import KVPolicyError
 from vllm_evict.core.plan import Scoring
-from vllm_evict.integration.engine.offloading import Offloading
+from vllm_evict.integration.engine.reaching import Reaching
 
 KV_HEADS = (2, 4, 0, 1)
 SIZES = {"budget": 224, "buffer": 64, "sink": 32, "recent": 64}
@@ -35,7 +35,6 @@ def serve(engine, searched):
 
 
 SCORED = {
-    "sink-window": {"name": "sink-window", **SIZES},
     "h2o": H2O,
     "h2o-mean": {**H2O, "heads": "mean", "layers": "mean"},
     "snapkv": {"name": "snapkv", **SIZES, "window": 24, "kernel": 3},
@@ -55,8 +54,6 @@ def test_evictions_and_logprobs_match_the_dense_oracle(serve, searched, name):
 
 ASKED = {
     "max": {"heads": "max"},
-    "layers-max": {"layers": "max"},
-    "token": {"granularity": "token"},
     "token-all": {"granularity": "token", "sets": "all", "heads": "max", "layers": "max"},
     "context": {"context": 1024},
 }
@@ -66,8 +63,8 @@ SERVERS = {
     "merged": {"name": "h2o", **SIZES, "granularity": "token", "merge": "d2o"},
     "kvzip": {"name": "kvzip", **SIZES},
     "kvzip-token": {"name": "kvzip", **SIZES, "granularity": "token"},
-    "host": {**H2O, "evict": "host", "host": "8MiB", "recall": "quest"},
-    "select": {"name": "keydiff", **SIZES, "select": 128, "select_sink": 32, "select_recent": 32, "filter_layers": [1]},
+    "host": {"name": "full", **SIZES, "evict": "host", "host": "64MiB"},
+    "read": {"name": "keydiff", **SIZES, "read": 128, "leaders": [1]},
 }
 
 
@@ -80,14 +77,13 @@ def test_every_mechanism_serves_layers_that_differ(serve, poisoned, name):
 
 
 def test_a_host_block_has_the_heads_of_all_layers(serve, poisoned):
-    """Scheduler and worker have as many blocks, also where the host is full and blocks are dropped."""
+    """Scheduler and worker have as many blocks."""
     size = sum(KV_HEADS) * 32 * 2 * 32 * 4  # tokens of a block, keys and values, dimensions, bytes
-    server = serve({**H2O, "evict": "host", "host": 5 * size, "recall": "quest"})
-    scheduler, (page, *_) = server.scheduler, part_of(server.runtime, Offload).blocks.pages.own
-    assert scheduler.part(Offloading).pool.blocks == len(page) == 5
-    assert scheduler.part(Offloading).block_bytes == size
+    server = serve({"name": "full", **SIZES, "evict": "host", "host": 100 * size + 1})
+    part, (page, *_) = server.scheduler.part(Reaching), part_of(server.runtime, Offload).blocks.own
+    assert part.pool.blocks == len(page) == 100 and part.block_bytes == size
     (output,) = server.generate([random_prompt(900)], max_tokens=40, logprobs=0)
-    assert output.kv_usage.dropped_blocks > 4 and np.isfinite(logprobs_of(output)).all()
+    assert output.kv_usage.spilled_blocks > 4 and np.isfinite(logprobs_of(output)).all()
     server.assert_nothing_left()
 
 
@@ -215,8 +211,8 @@ COUNTED = {
     "bands": ({"name": "pyramidkv", "bands": 5}, "can't make 5 of 4 layers, at most 4"),
     "heads": ({"name": "adakv", "bands": 3}, "can't make 3 of 2 KV heads on each rank, at most 2"),
     "pattern": ({"name": "duo", "pattern": ["10"] * len(GAPS), "sink": 32, "recent": 64}, "the model has 4 x 2"),
-    "filter-layers": ({"name": "keydiff", **SIZES, "select": 256, "filter_layers": [3]}, "a model with 4 layers"),
-    "dense-layers": ({"name": "keydiff", **SIZES, "select": 256, "dense_layers": 4}, "a model with 4 layers"),
+    "leaders": ({"name": "keydiff", **SIZES, "read": 256, "leaders": [3]}, "a model with 4 layers"),
+    "dense-layers": ({"name": "keydiff", **SIZES, "read": 256, "dense_layers": 4}, "a model with 4 layers"),
 }
 
 

@@ -3,9 +3,13 @@
 import pytest
 import test_logits
 import test_poison
+import test_reach
+import test_read
+from drafting import VOCAB, LayeredDrafter, serve
 from engine import random_prompt
-from oracle.logits import SHARING, add_unused, make_tiny
+from oracle.logits import SHARING, DenseLogits, add_unused, make_assistant, make_tiny
 from parity import assert_like_oracle
+from test_drafters import assert_full_is_stock
 from test_logits import BASE, POLICIES, served
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -20,8 +24,7 @@ SCORED = {
 
 @pytest.mark.oracle("shared caches")
 @pytest.mark.both_runners("gemma3n_text-h2o")
-@pytest.mark.parametrize("name", SCORED)
-@pytest.mark.parametrize("kind", SHARING)
+@pytest.mark.parametrize("kind, name", [*(("gemma3n_text", name) for name in SCORED), ("gemma4_text", "h2o")])
 def test_evictions_and_logprobs_match_the_dense_oracle(engine, models, kind, name):
     """Attention mass of layers 3 and 5 adds up, for they read one cache; keys are scored once for each cache."""
     path, dense = models(kind)
@@ -53,19 +56,44 @@ def test_tokens_of_each_head_match_the_dense_oracle(engine, models, kind):
     test_logits.check_tokens(engine, *models(kind))
 
 
-@pytest.mark.both_runners(nightly=tuple(SHARING))
 @pytest.mark.parametrize("kind", SHARING)
 def test_full_is_stock_to_the_byte(engine, models, kind):
     test_logits.check_full_is_stock(engine, models(kind)[0])
 
 
-@pytest.mark.nightly(push=("gemma3n_text",))
+@pytest.mark.oracle("shared caches")
+@pytest.mark.both_runners("gemma3n_text")
 @pytest.mark.parametrize("kind", SHARING)
-def test_freed_blocks_are_never_read_and_all_come_back(engine, models, monkeypatch, kind):
+def test_layers_reach_blocks_of_the_host(engine, models, poisoned, kind):
+    """Layers that share a cache read what its layer has chosen."""
+    test_reach.check_classes(engine, models(kind)[1], model=models(kind)[0])
+
+
+def test_layers_read_their_best_blocks(engine, models, poisoned):
+    test_read.check_classes(engine, models("gemma3n_text")[1], model=models("gemma3n_text")[0])
+
+
+@pytest.mark.nightly
+def test_freed_blocks_are_never_read_and_all_come_back(engine, models, monkeypatch):
     """With prefix hits, aborted and preempted requests."""
-    path, dense = models(kind)
+    path, dense = models("gemma3n_text")
     policy, budgets, blocks = test_poison.SERVERS["h2o"]
     test_poison.check_crowd(engine, path, monkeypatch, policy, budgets, 2 * blocks, "prefix-cache", dense)
+
+
+@pytest.mark.oracle("shared caches")
+@pytest.mark.both_runners
+def test_drafts_of_an_assistant_match_the_dense_oracle(engine, tmp_path, monkeypatch):
+    """Its layers have no caches: they read the model's, through the views of the model's layers."""
+    model = make_tiny(tmp_path / "model", "gemma4_text", vocab_size=VOCAB, vocab_size_per_layer_input=VOCAB)
+    config = {"num_speculative_tokens": 3, "model": str(make_assistant(tmp_path / "assistant", model))}
+    dense, policy = DenseLogits(model), {**SCORED["h2o"], "budget": 128, "recent": 32}
+    assert_full_is_stock(engine, model, config)
+
+    def check(prompt, output, trace):
+        assert assert_like_oracle(dense, prompt, output, trace, policy, atol=3e-5) >= 2
+
+    assert serve(engine, model, policy, check, monkeypatch, config, LayeredDrafter).runs > 100
 
 
 REFUSED = {
@@ -75,11 +103,7 @@ REFUSED = {
     ),
     "context": ({"name": "h2o", **BASE, "context": 1024}, "a context and layers that share a cache.*leave context out"),
     "kvzip": ({"name": "kvzip", **BASE}, "kvzip and layers that share a cache.*leave kvzip out"),
-    "select": ({"name": "keydiff", **BASE, "select": 256}, "select and layers that share a cache.*leave select out"),
-    "host": (
-        {"name": "h2o", **BASE, "evict": "host", "host": "64MiB", "recall": "quest"},
-        "evict: host and layers that share a cache.*set evict: drop",
-    ),
+    "dense layers": ({"name": "full", "read": 256, "dense_layers": 1}, "layers that share a cache.*leave dense_layers"),
 }
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from engine import assert_like_stock, exactly, logprobs_of, random_prompt
+from engine import exactly, logprobs_of, random_prompt
 from oracle.tiny import write_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -20,6 +20,12 @@ SIZES = dict(
 )  # fmt: skip
 WINDOWS, TURNS = ["sliding_attention"] * 3 + ["full_attention"], ["sliding_attention", "full_attention"] * 2
 GEMMA4 = dict(hidden_size_per_layer_input=0, vocab_size_per_layer_input=256)
+CHUNK = 64
+#: Chunks of local attention in the place of windows, without experts.
+CHUNKS = dict(
+    layer_types=["chunked_attention"] * 3 + ["full_attention"], no_rope_layers=[1, 1, 1, 0], attention_chunk_size=CHUNK,
+    interleave_moe_layer_step=5, num_local_experts=1, num_experts_per_tok=1, intermediate_size_mlp=128, sliding_window=None,
+)  # fmt: skip
 #: Architecture -> its type in transformers and what is its own.
 MODELS = {
     "Cohere2ForCausalLM": ("cohere2", dict(layer_types=WINDOWS, tie_word_embeddings=True)),
@@ -40,11 +46,11 @@ MODELS = {
         ),
     ),
     "GptOssForCausalLM": ("gpt_oss", dict(layer_types=TURNS, num_local_experts=2, num_experts_per_tok=1)),
+    "Llama4ForCausalLM": ("llama4_text", CHUNKS),
     "MinistralForCausalLM": ("ministral", dict(layer_types=TURNS)),
     "Olmo3ForCausalLM": ("olmo3", dict(layer_types=WINDOWS)),
 }
 H2O = {"name": "h2o", "budget": 128, "sink": 32, "recent": 32, "buffer": 32}
-SINK_WINDOW = {"name": "sink-window", "budget": 128, "sink": 32, "allow": []}
 
 
 @pytest.fixture(scope="module")
@@ -78,39 +84,39 @@ def masks(trace, tokens, window, block=BLOCK):
         first += count
         for index in evicted:
             seen[first:, index * block : (index + 1) * block] = False
-    return seen, (back >= 0) & (back < window)
+    chunk = torch.arange(tokens) // CHUNK
+    return seen, (back >= 0) & (back < window), (back >= 0) & (chunk == chunk[:, None])
 
 
 @pytest.mark.oracle("sliding windows")
-@pytest.mark.parametrize("policy", [H2O, SINK_WINDOW], ids=["h2o", "sink-window"])
 @pytest.mark.parametrize("architecture", MODELS)
 @torch.no_grad()
-def test_logprobs_after_evictions_are_those_of_transformers(engine, truths, architecture, policy):
-    """Of a prompt longer than a chunk, decoded past several decisions. Of Cohere's windows see one token more."""
+def test_full_is_stock_to_the_byte_and_evictions_are_a_mask(engine, truths, architecture):
+    """Of prompts longer than a chunk, decoded past several decisions. Of Cohere's windows see one token more."""
     folder, model = truths(architecture)
-    size = 64 if architecture.endswith("few-heads") else BLOCK
-    server = engine({**policy, "budget": 64 + 2 * size}, model=folder, max_num_batched_tokens=192)
+    size, options = 64 if architecture.endswith("few-heads") else BLOCK, dict(model=folder, max_num_batched_tokens=192)
+    policy = {**H2O, "budget": 64 + 2 * size, "allow": ["full", "sink-window"]}
+    stock, server = engine(**options), engine(policy, **options)
     assert server.manager.block_size == size
     kinds = Counter(MODELS[architecture][1]["layer_types"])
     assert len(server.all_managers) == (4 if kinds["full_attention"] == 1 else 2) and len(server.managers) == 1
-    prompt = random_prompt(400)
-    (output,), (trace,) = server.traced([(prompt, {"max_tokens": 60, "logprobs": 0})])
-    assert sum(map(len, trace.evicted)) > 256 // size
-    ids = [*prompt, *output.outputs[0].token_ids][:-1]
-    seen = masks(trace, len(ids), WINDOW + (architecture == "Cohere2ForCausalLM"), size)
-    added = (torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)[None, None] for mask in seen)
-    mapping = dict(zip(("full_attention", "sliding_attention"), added))
-    logits = model(torch.tensor([ids]), attention_mask=mapping, use_cache=False).logits[0, len(prompt) - 1 :]
-    want = torch.log_softmax(logits.double(), -1)[range(60), output.outputs[0].token_ids]
-    np.testing.assert_allclose(logprobs_of(output), want, atol=1e-4)
+    whole = [random_prompt(300)], {"max_tokens": 16, "logprobs": 0}
+    want = exactly(stock.generate(whole[0], **whole[1]))
+    assert exactly(server.generate(whole[0], **whole[1], extra_args={"kv_policy": "full"})) == want
+    asked = [{"max_tokens": 60, "logprobs": 0, "extra_args": {"kv_policy": name}} for name in ("h2o", "sink-window")]
+    requests = [(random_prompt(400, seed), its) for seed, its in enumerate(asked, 1)]
+    for prompt, output, trace in server.answered(requests):
+        assert sum(map(len, trace.evicted)) > 256 // size
+        ids = [*prompt, *output.outputs[0].token_ids][:-1]
+        seen = masks(trace, len(ids), WINDOW + (architecture == "Cohere2ForCausalLM"), size)
+        added = (
+            torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)[None, None] for mask in seen
+        )
+        mapping = dict(zip(("full_attention", "sliding_attention", "chunked_attention"), added))
+        logits = model(torch.tensor([ids]), attention_mask=mapping, use_cache=False).logits[0, len(prompt) - 1 :]
+        logprobs = torch.log_softmax(logits.double(), -1)[range(60), output.outputs[0].token_ids]
+        np.testing.assert_allclose(logprobs_of(output), logprobs, atol=1e-4)
     server.assert_nothing_left()
-
-
-@pytest.mark.both_runners(nightly=tuple(MODELS))
-@pytest.mark.parametrize("architecture", MODELS)
-def test_full_is_stock_to_the_byte(engine, truths, architecture):
-    folder, _ = truths(architecture)
-    assert_like_stock(engine, [random_prompt(300)], model=folder)
 
 
 #: Windows of Step-3.5 have more query heads than full attention, and pages of another size here.

@@ -73,18 +73,14 @@ def drafters(folders, tmp_path_factory):
     }
 
 
-@pytest.mark.parametrize(
-    ("architecture", "drafter"), [(DEEPSEEK, "ngram"), (DEEPSEEK, "mtp"), (DEEPSEEK, "eagle3"), (GLM, "mtp")]
-)
+@pytest.mark.parametrize(("architecture", "drafter"), [(DEEPSEEK, "ngram"), (DEEPSEEK, "eagle3"), (GLM, "mtp")])
 def test_full_serves_as_stock_does(engine, folders, drafters, architecture, drafter):
     assert_full_is_stock(engine, folders(architecture), drafters[drafter][0], **OPTIONS)
 
 
 @pytest.mark.oracle("latents")
-@pytest.mark.both_runners(nightly=("mtp-h2o",))
-@pytest.mark.nightly(push=("ngram-h2o", "mtp-snapkv", "eagle3-h2o"))
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("drafter", ["ngram", "mtp", "eagle3"])
+@pytest.mark.both_runners("mtp-snapkv")
+@pytest.mark.parametrize("drafter, name", [("ngram", "h2o"), ("mtp", "snapkv"), ("eagle3", "sink-window")])
 def test_evictions_and_logprobs_match_transformers(engine, folders, drafters, dense, monkeypatch, drafter, name):
     def check(prompt, output, trace):
         like = dict(block_size=BLOCK, atol=3e-5, tie=2e-6)
@@ -96,6 +92,7 @@ def test_evictions_and_logprobs_match_transformers(engine, folders, drafters, de
 
 
 @pytest.mark.oracle("latents")
+@pytest.mark.nightly(push=("mtp",))
 @pytest.mark.parametrize("drafter", ["mtp", "eagle3"])
 def test_holes_come_a_step_late_on_a_backend_of_a_device(
     async_engine, folders, drafters, dense, poisoned, monkeypatch, drafter
@@ -104,14 +101,14 @@ def test_holes_come_a_step_late_on_a_backend_of_a_device(
     stand_in(monkeypatch, "FLASH_ATTN_MLA")
     with in_place_of("CPU_MLA", "latent.Shown"):
         check_late_holes(
-            async_engine, folders(DEEPSEEK), drafters[drafter][0], "sink-window", dense, block=BLOCK, **OPTIONS
+            *(async_engine, folders(DEEPSEEK), drafters[drafter][0], "sink-window", dense),
+            **dict(block=BLOCK, tokens_each=100, **OPTIONS),
         )
 
 
-@pytest.mark.parametrize("drafter", [NGRAM, speculative("mtp")], ids=["ngram", "mtp"])
-def test_what_was_computed_over_holes_is_never_hit(engine, folders, dense, poisoned, drafter):
+def test_what_was_computed_over_holes_is_never_hit(engine, folders, dense, poisoned):
     """A request repeats another one with its answer: it hits blocks of the prompt alone, and answers as the oracle."""
-    server = engine(POLICIES["h2o"], model=folders(DEEPSEEK), speculative_config=drafter, **OPTIONS)
+    server = engine(POLICIES["h2o"], model=folders(DEEPSEEK), speculative_config=speculative("mtp"), **OPTIONS)
     prompt = prompt_of(150, 5)
     (first,), _ = server.traced([(prompt, {"max_tokens": 60})])
     assert first.kv_usage.evicted_blocks > 4
@@ -158,11 +155,11 @@ class Reference:
         self.apart.append(((want - sum(output)).abs().max().item(), not there.all()))
 
 
-@pytest.mark.parametrize("name", ["h2o"])
-def test_a_layer_for_mtp_sees_what_is_left(engine, folders, poisoned, name):
+@pytest.mark.v1(why="on V2 a drafter's pass has rejected tokens, at positions of an earlier step")
+def test_a_layer_for_mtp_sees_what_is_left(engine, folders, poisoned):
     """In each of its passes: over the tokens of a step, then over each draft."""
     model = folders(DEEPSEEK)
-    server = engine(POLICIES[name], model=model, speculative_config=speculative("mtp"), **OPTIONS)
+    server = engine(POLICIES["h2o"], model=model, speculative_config=speculative("mtp"), **OPTIONS)
     reference = Reference(server, model)
     (output,), _ = server.traced([(prompt_of(150, 3), {"max_tokens": 60})])
     assert output.kv_usage.evicted_blocks > 4

@@ -3,7 +3,22 @@
 import json
 
 import pytest
-from drafting import MODEL, NGRAM, SERVED, Drafter, LayeredDrafter, drafter_of, make_eagle, serve, speculative
+from drafting import (
+    MODEL,
+    NGRAM,
+    SERVED,
+    VOCAB,
+    Drafter,
+    LayeredDrafter,
+    drafter_of,
+    make_dflash,
+    make_dspark,
+    make_eagle,
+    serve,
+    speculative,
+)
+from engine import V2
+from oracle.logits import DenseLogits, make_tiny
 from oracle.model import DenseLlama
 from oracle.tiny import make_tiny_llama
 from parity import assert_like_oracle
@@ -39,6 +54,8 @@ def folders(tmp_path_factory):
         "sliding": (model, speculative("eagle3", sliding)),
         "other": (model, speculative("eagle3", other)),
         "draft_model": (model, speculative("draft_model", plain)),
+        "dflash": (model, speculative("dflash", make_dflash(root / "dflash", plain, [None, WINDOW]))),
+        "dspark": (model, speculative("dspark", make_dspark(root / "dspark", plain))),
     }
 
 
@@ -47,15 +64,15 @@ def dense(folders):
     return DenseLlama(folders["eagle"][0])
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "eagle", "eagle3", "sliding"])
+@pytest.mark.parametrize("drafter", ["ngram", "eagle", "sliding"])
 def test_full_serves_as_stock_does(engine, folders, drafter):
     assert_full_is_stock(engine, *folders[drafter])
 
 
 @pytest.mark.oracle("sliding windows")
-@pytest.mark.nightly(push=("ngram-h2o", "eagle-snapkv", "eagle3-h2o", "sliding-h2o"))
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("drafter", ["ngram", "eagle", "eagle3", "sliding"])
+@pytest.mark.parametrize(
+    "drafter, name", [("ngram", "h2o"), ("eagle", "snapkv"), ("eagle3", "sink-window"), ("sliding", "h2o")]
+)
 def test_evictions_and_logprobs_match_the_dense_oracle(engine, folders, dense, monkeypatch, drafter, name):
     model, config = folders[drafter]
 
@@ -83,6 +100,35 @@ def test_a_drafter_stands_in_one_of_several_groups_that_lose_blocks(engine, tmp_
 
     assert serve(engine, model, POLICIES["snapkv"], check, monkeypatch, config, LayeredDrafter).runs > 100
     assert any(differ)
+
+
+@pytest.mark.oracle("sliding windows")
+@pytest.mark.skipif(not V2, reason="served on Model Runner V2 alone")
+@pytest.mark.nightly(push=("dflash",))
+@pytest.mark.parametrize("drafter", ["dflash", "dspark"])
+def test_drafts_in_parallel_match_the_dense_oracle(engine, folders, dense, monkeypatch, drafter):
+    """By a head with full attention alone, and by one whose other layer has a window."""
+    model, config = folders[drafter]
+    assert_full_is_stock(engine, model, config)
+
+    def check(prompt, output, trace):
+        assert assert_like_oracle(dense, prompt, output, trace, POLICIES["h2o"], tie=2e-6) >= 2
+
+    assert serve(engine, model, POLICIES["h2o"], check, monkeypatch, config, LayeredDrafter).runs > 50
+
+
+@pytest.mark.oracle("chunks of local attention")
+@pytest.mark.both_runners
+def test_drafts_beside_chunks_match_the_dense_oracle(engine, tmp_path, monkeypatch):
+    """Llama 4, and n-grams. For drafters with layers vLLM switches its hybrid KV cache manager off."""
+    model = make_tiny(tmp_path / "model", "llama4_text", vocab_size=VOCAB)
+    dense = DenseLogits(model)
+    assert_full_is_stock(engine, model, NGRAM)
+
+    def check(prompt, output, trace):
+        assert assert_like_oracle(dense, prompt, output, trace, POLICIES["h2o"], atol=1e-4, tie=2e-6) >= 2
+
+    serve(engine, model, POLICIES["h2o"], check, monkeypatch)
 
 
 REFUSED = {

@@ -4,17 +4,22 @@ from types import SimpleNamespace
 
 import pytest
 import test_device_backends
+from drafting import NGRAM, speculative
 from engine import random_requests
+from oracle.logits import DenseLogits, make_tiny
 from oracle.model import DenseLlama
 from oracle.tiny import make_tiny_llama
 from parity import assert_like_oracle
-from test_device_backends import on
+from test_device_backends import BLOCK, POLICIES, on
 from test_refusals import LLAMA4, engine_config, with_config
 from test_sliding_devices import check_evictions
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention
 from vllm.model_executor.models import llama
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_evict.config import KVPolicyError
+from vllm_evict.integration.engine.start_up import start_up_line
 from vllm_evict.integration.start import windows
 
 backend, server = test_device_backends.backend, test_device_backends.server
@@ -88,15 +93,40 @@ def test_each_layer_counts_by_its_own_window(engine, tmp_path, layers_of, name):
         check_like_oracle(server, dense_of(model, seen))
 
 
-def test_shorter_chunks_are_refused(engine, tmp_path, layers_of):
-    layers_of([-SHORT, 0])
-    with pytest.raises(KVPolicyError, match=r"is a ChunkedLocalAttention layer"):
-        engine(H2O, model=make_tiny_llama(tmp_path / "model"))
+@pytest.mark.oracle("chunks of local attention")
+@pytest.mark.both_runners
+def test_shorter_chunks_keep_their_blocks_themselves(engine, tmp_path, poisoned):
+    """Llama 4's, of 64 tokens. What was computed over holes is hit by no one."""
+    model = make_tiny(tmp_path / "model", "llama4_text")
+    server = engine({**H2O, "allow": ["full"]}, model=model, max_num_batched_tokens=192)
+    assert {type(manager).__name__ for manager in server.all_managers} == {"ChunkManager", "EvictableManager"}
+    assert ", beside 1 with chunks of local attention, managed by vLLM" in start_up_line(server.scheduler)
+    dense, prompt = DenseLogits(model), random_requests((500, 80))[0]
+    check_like_oracle(server, dense)
+    for hit in (False, True):
+        asked = {"max_tokens": 8, "logprobs": 0, "extra_args": {"kv_policy": "full"}}
+        ((tokens, output, trace),) = server.answered([(prompt[0], asked)])
+        assert output.num_cached_tokens >= 448 if hit else 0 < output.num_cached_tokens < 448
+        assert assert_like_oracle(dense, tokens, output, trace, {"name": "full"}) == 0
+    server.assert_nothing_left()
 
 
 @pytest.mark.parametrize("backend", [on("triton"), on("fa3")], indirect=True)
 def test_the_plugins_kernels_decode_such_layers(server, backend, long):
     check_evictions(lambda policy, **options: server(policy, max_model_len=LONGEST, **options), long, "h2o")
+
+
+@pytest.mark.parametrize("backend", [on("triton")], indirect=True)
+def test_beside_chunks_nothing_is_kept_for_full_graphs(server, backend, graphs, tmp_path):
+    """vLLM captures none."""
+    model = make_tiny(tmp_path / "model", "llama4_text")
+    subject = server(POLICIES["h2o"], model=model, **graphs.options)
+    assert not graphs.of(subject) and subject.worker.kv_evict.measures_in_graphs is None
+    assert subject.runtime.shape.graph_blocks == 0
+    answered = subject.answered(random_requests((150, 20)))
+    like = dict(block_size=BLOCK, atol=1e-4)
+    assert sum(assert_like_oracle(DenseLogits(model), *request, POLICIES["h2o"], **like) for request in answered) > 2
+    subject.assert_nothing_left()
 
 
 def test_backends_get_no_window(monkeypatch):
@@ -140,7 +170,32 @@ def test_windows_that_hide_nothing_refuse_nothing(tmp_path):
 
 def test_chunks_that_hide_nothing_are_served(tmp_path):
     changes = dict(architectures=["Llama4ForCausalLM"], model_type="llama4_text", attention_chunk_size=512, **LLAMA4)
-    model = with_config(tmp_path, **changes)
-    engine_config(model, max_model_len=512)
-    with pytest.raises(KVPolicyError, match="chunked-local attention layers"):
-        engine_config(model, max_model_len=513)
+    model, by_token = with_config(tmp_path, **changes), {**H2O, "granularity": "token"}
+    engine_config(model, by_token, max_model_len=512)
+    engine_config(model, max_model_len=513)
+    with pytest.raises(KVPolicyError, match="chunked-local attention layers.*: set --max-model-len 512 or less"):
+        engine_config(model, by_token, max_model_len=513)
+
+
+def test_settings_for_which_vllm_has_no_tables_of_chunks_are_refused_with_those_that_work(tmp_path, monkeypatch):
+    changes = dict(architectures=["Llama4ForCausalLM"], model_type="llama4_text", attention_chunk_size=64, **LLAMA4)
+    model, head = with_config(tmp_path / "model", **changes), with_config(tmp_path / "head", num_hidden_layers=1)
+    for method, instead in (("eagle", 'set "method": "ngram" in'), ("draft_model", 'set "method": "ngram" in')):
+        with pytest.raises(KVPolicyError, match=instead):
+            engine_config(model, speculative_config=speculative(method, head))
+    engine_config(model, speculative_config=NGRAM)
+    monkeypatch.setenv(name := "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE", "0")
+    with pytest.raises(KVPolicyError, match=f"hybrid KV cache manager switched off, .* one block table: set {name}=1$"):
+        engine_config(model)
+    monkeypatch.setenv(name, "1")
+    engine_config(model)
+
+
+def test_a_window_beside_the_prompt_is_refused_with_a_setting_that_is_served(tmp_path):
+    """R-SWA (Unlimited-OCR)."""
+    model = with_config(tmp_path, rswa_window=128)
+    with pytest.raises(KVPolicyError, match="a sliding window, of which.*: set --hf-overrides.rswa_window null, with"):
+        engine_config(model)
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    given = parser.parse_args(["--hf-overrides.rswa_window", "null"]).hf_overrides
+    engine_config(model, hf_overrides=given)

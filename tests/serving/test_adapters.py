@@ -21,9 +21,7 @@ pytestmark = pytest.mark.minutes
 BLOCK, RANK, SCALE = 32, 8, 2.0
 BASE = {"budget": 160, "buffer": 32, "sink": 32, "recent": 32}
 POLICIES = {
-    "sink-window": {"name": "sink-window", "budget": 160, "sink": 32},
     "h2o": {"name": "h2o", **BASE},
-    "snapkv": {"name": "snapkv", **BASE, "window": 24},
     "h2o-tokens": {"name": "h2o", **BASE, "granularity": "token"},
 }
 #: One adapter more than there are: vLLM's CPU kernels let requests without an adapter read the last one's memory.
@@ -66,7 +64,6 @@ def serve(server, adapters, names, prompts, tokens=60):
     return batches
 
 
-@pytest.mark.nightly(push=("h2o", "h2o-tokens"))
 @pytest.mark.both_runners("h2o")
 @pytest.mark.parametrize("kind", POLICIES)
 def test_adapters_answer_as_servers_of_their_own_do(engine, tiny, adapters, poisoned, kind):

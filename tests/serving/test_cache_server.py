@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import cache_server
 import pytest
 from cache_server import BLOCK, PER_CHUNK, CacheServer
+from drafting import NGRAM, accepted
 from engine import Engine, exactly, random_prompt
 from test_offloading import ANSWER, H2O, assert_clean, mixed, on
 from vllm.config import KVTransferConfig
@@ -43,11 +44,14 @@ def settle(server):
         server.drain()
 
 
-@pytest.mark.parametrize("granularity", ["block", "token"])
-def test_what_is_kept_is_what_stock_vllm_computes(cached, stock, granularity):
-    """Requests lose blocks, in a pool that is tight, while the server copies late."""
+@pytest.mark.parametrize(
+    "granularity, drafts", [("block", None), ("token", None), ("block", NGRAM)], ids=["block", "token", "drafts"]
+)
+def test_what_is_kept_is_what_stock_vllm_computes(cached, stock, granularity, drafts):
+    """Requests lose blocks, in a pool that is tight, while the server copies late, and drafts are rejected."""
     policy = {**H2O, "granularity": granularity, "allow": ["full", "keydiff"]}
-    server, evicted = cached(policy, blocks=72, max_model_len=1024, max_num_seqs=6), 0
+    options = dict(blocks=72, max_model_len=1024, max_num_seqs=6, speculative_config=drafts)
+    server, evicted = cached(policy, **options), 0
     CacheServer.delay = 6
     for seed in (1, 2):
         for prompt, asked in mixed(seed):
@@ -59,6 +63,7 @@ def test_what_is_kept_is_what_stock_vllm_computes(cached, stock, granularity):
     server.assert_nothing_left()
     assert evicted > 100 and server.metrics()["vllm:external_prefix_cache_hits"] > 0 and len(CacheServer.chunks) > 10
     assert not CacheServer.queue
+    assert drafts is None or 0 < accepted(server)[0] < accepted(server)[1]
     ensure_kv_transfer_shutdown()  # the process has one connector for all engines
     assert_clean(CacheServer.chunks, stock)
 

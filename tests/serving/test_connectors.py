@@ -103,6 +103,10 @@ def test_what_is_here_already_is_not_loaded(pair, consumer, prompts):
     assert [len(blocks) for blocks in Shelf.loaded] == [-(-LENGTHS[0] // BLOCK), 1]
 
 
+@pytest.mark.v1(
+    *(f"{kind}-{bad}-within" for kind in SERVERS for bad in (0, 5)),
+    why="vLLM 0.32's V2 does not set back what a request has computed",
+)
 @pytest.mark.parametrize("waits", [True, False], ids=["before", "within"])
 @pytest.mark.parametrize("bad", [0, 5])
 def test_a_block_that_does_not_come_is_computed(consumer, prompts, monkeypatch, complaints, waits, bad):

@@ -3,9 +3,11 @@
 import pytest
 import torch
 from connector import Shelf, ShelfConnector
+from drafting import accepted, speculative
 from engine import exactly, random_prompt
-from latent import make_latent, reference_mla
+from latent import make_eagle3, make_latent, reference_mla
 from oracle.hybrids import make_tiny_hybrid
+from oracle.logits import make_tiny
 from oracle.tiny import make_tiny_llama
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
@@ -20,14 +22,22 @@ HANDS_ON = {"kv_transfer_params": {"do_remote_decode": True}}
 MODELS = {
     "full attention": (make_tiny_llama, 0),
     "sliding windows": (lambda folder: make_tiny_llama(folder, layers=4, windows=[48, 0, 48, 0]), 0),
+    "chunks": (lambda folder: make_tiny(folder, "llama4_text"), 0),
     "latents": (lambda folder: make_latent(folder, "DeepseekV3ForCausalLM"), 0),
     "states": (lambda folder: make_tiny_hybrid(folder, "falcon_h1"), 1),
+}
+#: Drafter -> the model's class, and what makes a `speculative_config` of the model's directory. A draft model like the
+#: model is right as long as it has the blocks that the model has; the head is wrong.
+DRAFTERS = {
+    "a draft model": ("full attention", lambda model: speculative("draft_model", model)),
+    "EAGLE-3": ("latents", lambda model: speculative("eagle3", make_eagle3(model.parent / "head", model))),
 }
 PROMPTS = [random_prompt(length, length) for length in (449, 641, 545)]
 
 
 @pytest.fixture(params=MODELS)
 def kind(request):
+    """A class of models, or a drafter beside one."""
     with reference_mla():
         yield request.param
 
@@ -37,11 +47,13 @@ def engines(engine, kind, tmp_path, monkeypatch, poisoned):
     """Factory of engines to and from which prompts go; with None, of stock vLLM. Freed blocks are full of NaN."""
     monkeypatch.setitem(KVConnectorFactory._registry, "NixlConnector", lambda: ShelfConnector)
     Shelf.clear()
-    make, _ = MODELS[kind]
-    folder = tmp_path / "model"
-    make(folder)
-    options = dict(model=folder, max_num_batched_tokens=2048)
-    options["enable_prefix_caching"] = kind not in ("states", "latents")
+    folder, options = tmp_path / "model", {}
+    layers, drafter = DRAFTERS.get(kind, (kind, None))
+    MODELS[layers][0](folder)
+    if drafter is not None:
+        options["speculative_config"] = drafter(folder)
+    options |= dict(model=folder, max_num_batched_tokens=2048)
+    options["enable_prefix_caching"] = layers not in ("states", "latents")
 
     def made(policy, **kwargs):
         ensure_kv_transfer_shutdown()  # the process has one connector for all engines
@@ -91,9 +103,11 @@ def test_a_server_that_only_prefills_is_stock_vllm(engines, kind):
         assert all(map(torch.equal, contents, there[prompt]))
 
 
-@pytest.mark.both_runners("full attention")
+@pytest.mark.both_runners("full attention", "EAGLE-3")
+@pytest.mark.parametrize("kind", [*MODELS, *DRAFTERS], indirect=True)
 def test_a_prompt_that_goes_on_is_whole_and_one_that_came_is_decoded_with_holes(engines, kind):
-    left = MODELS[kind][1]
+    """A drafter's blocks come and go with the model's: step by step as many drafts are right as on one server."""
+    left = MODELS[DRAFTERS.get(kind, (kind,))[0]][1]
     sent = [prompt[: len(prompt) - left] for prompt in PROMPTS]
     stock = engines(None, kv_transfer_config=BOTH)
     handed_on(stock, sent)
@@ -126,7 +140,9 @@ def test_a_prompt_that_goes_on_is_whole_and_one_that_came_is_decoded_with_holes(
     for output, answer, start, trace, prompt in zip(came, answers, starts, traces, PROMPTS, strict=True):
         assert start.start == len(prompt) - 1, "part of the prompt was computed here"
         assert list(output.outputs[0].token_ids) == list(answer.outputs[0].token_ids)
-        assert start.evicted == trace.evicted
+        assert start.evicted == trace.evicted and start.steps[1:] == trace.steps[1:]
+    if kind == "a draft model":
+        assert accepted(both)[0] > 100
     asked = {"max_tokens": 48, "extra_args": {"kv_policy": "h2o"}}
     for output in both.generate(PROMPTS, **asked):
         assert output.kv_usage.evicted_blocks > 4

@@ -5,11 +5,17 @@ import numpy as np
 import pytest
 import torch
 from connector import HostSpec, SimpleHostWorker, prompt_blocks
-from engine import Engine, exactly, random_prompt
+from drafting import NGRAM, accepted
+from engine import Engine, exactly, logprobs_of, random_prompt
+from parts import part_of
 from vllm.distributed.kv_transfer.kv_connector.v1 import simple_cpu_offload_connector
 from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown, get_kv_transfer_group
 from vllm.v1.core.kv_cache_utils import get_block_hash
 from vllm.v1.kv_offload.base import get_offload_block_hash
+
+from vllm_evict.compute.kernels.bounds import key_bounds
+from vllm_evict.compute.reach import Reach
+from vllm_evict.integration.engine.reaching import Reaching
 
 pytestmark = pytest.mark.since("0.30", "its offloading connector has other hooks than the double of a host")
 
@@ -124,14 +130,22 @@ def mixed(seed, count=14):
         yield made[-1], {"max_tokens": int(rng.integers(20, ANSWER)), "extra_args": {"kv_policy": policy}}
 
 
-@pytest.mark.nightly(push=("offloading-block", "simple-block"))
-@pytest.mark.parametrize("kind, granularity", [*((kind, "block") for kind in HOSTS), ("offloading", "token")])
-def test_what_is_stored_is_what_stock_vllm_computes(offloads, stock, kind, granularity):
-    """Requests lose blocks, in a pool that is tight, while blocks are stored late and the host runs out of room."""
+CASES = [*((kind, "block", False) for kind in HOSTS), ("offloading", "token", False)]
+CASES += [(kind, "block", True) for kind in ("offloading", "simple")]
+
+
+@pytest.mark.nightly(push=("offloading-block", "offloading-block-drafts", "simple-block-drafts"))
+@pytest.mark.parametrize(
+    "kind, granularity, drafts", CASES, ids=[f"{kind}-{unit}" + "-drafts" * drafts for kind, unit, drafts in CASES]
+)
+def test_what_is_stored_is_what_stock_vllm_computes(offloads, stock, kind, granularity, drafts):
+    """Requests lose blocks, in a pool that is tight, while blocks are stored late, drafts are rejected, and the host runs
+    out of room."""
     policy = {**H2O, "granularity": granularity}
     if granularity == "token":
         policy["allow"] = ["full", "keydiff"]
-    server = offloads(kind, policy, room=48, blocks=72, max_model_len=1024, max_num_seqs=6)
+    options = dict(room=48, blocks=72, max_model_len=1024, max_num_seqs=6)
+    server = offloads(kind, policy, **options, speculative_config=NGRAM if drafts else None)
     books, hits, evicted = Books(server, 2 if kind == "chunks" else 1), 0, 0
     for seed in (1, 2):
         for prompt, asked in mixed(seed):
@@ -141,6 +155,7 @@ def test_what_is_stored_is_what_stock_vllm_computes(offloads, stock, kind, granu
         outputs = server.run()
         evicted += sum(output.kv_usage.evicted_blocks for output in outputs.values())
     hits = server.metrics()["vllm:external_prefix_cache_hits"]
+    assert not drafts or 0 < accepted(server)[0] < accepted(server)[1]
     settle(server)
     stored = books.stored()
     server.assert_nothing_left()
@@ -148,6 +163,43 @@ def test_what_is_stored_is_what_stock_vllm_computes(offloads, stock, kind, granu
     if kind != "simple":
         assert HostSpec.workers[0].waited > 0, "no block was handed out while it was stored"
     ensure_kv_transfer_shutdown()  # the process has one connector for all engines
+    assert_clean(stored, stock)
+
+
+def assert_indexed(server):
+    """In the first layer the index has boxes of all full blocks of running requests, those that were loaded too."""
+    reach = part_of(server.runtime, Reach)
+    for request in server.scheduler.running:
+        table, on_host = (
+            server.manager.req_to_blocks[request.request_id],
+            server.scheduler.residents[request.request_id].residence.host,
+        )
+        full = range(request.num_computed_tokens // BLOCK)
+        blocks = torch.tensor([table[index].block_id for index in full if index not in on_host], dtype=torch.int64)
+        keys, _ = next(iter(reach._store.read(blocks, False)))
+        assert torch.equal(key_bounds(keys), reach._index[0][blocks])
+
+
+@pytest.mark.parametrize("kind", ["offloading", "simple"])
+def test_what_is_stored_beside_blocks_that_layers_read_on_the_host(offloads, stock, kind):
+    """Requests unload blocks while these are stored late; a prompt that the connector loads is indexed, and unloaded."""
+    policy = {"name": "full", "evict": "host", "host": "64MiB", "budget": 192, "recent": 64, "sink": 32, "read": 160}
+    server = offloads(kind, policy, room=96, blocks=72, max_model_len=1024, max_num_seqs=6, enable_prefix_caching=True)
+    books, unloaded = Books(server), 0
+    for seed in (1, 2):
+        for prompt, asked in mixed(seed):
+            server.add(prompt, max_tokens=asked["max_tokens"], logprobs=1)
+        outputs = server.run(assert_indexed)
+        unloaded += sum(output.kv_usage.evicted_blocks for output in outputs.values())
+        assert all(np.isfinite(logprobs_of(output)).all() for output in outputs.values())
+    hits = server.metrics()["vllm:external_prefix_cache_hits"]
+    settle(server)
+    stored = books.stored()
+    server.assert_nothing_left()
+    pool = server.scheduler.part(Reaching).pool
+    assert pool.room == pool.blocks
+    assert unloaded > 100 and hits > 0 and len(stored) > 10
+    ensure_kv_transfer_shutdown()
     assert_clean(stored, stock)
 
 

@@ -1,14 +1,23 @@
-"""Blocks on the host beside sliding windows, and by several connectors: hits are what stock vLLM computes."""
+"""Blocks on the host beside windows, chunks, latents and states, and by several connectors: hits are what stock vLLM computes."""
 
+import importlib.util
+
+import cache_server
 import numpy as np
 import pytest
+from cache_server import BLOCK, CacheServer
 from connector import Shelf, ShelfConnector, SimpleHostWorker
 from engine import logprobs_of, random_prompt
+from latent import keep_what_is_asked, make_latent, reference_mla
+from oracle.hybrids import make_tiny_hybrid
+from oracle.logits import make_tiny
 from oracle.tiny import make_tiny_llama
 from test_cache_server import settle
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import simple_cpu_offload_connector
 from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
 pytestmark = pytest.mark.since("0.30", "its offloading connector has other hooks than the double of a host")
 
@@ -18,37 +27,69 @@ OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_c
 SIMPLE = {**OFFLOADING, "kv_connector": "SimpleCPUOffloadConnector"}
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
 BOTH = {**NIXL, "kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [NIXL, OFFLOADING]}}
+LMCACHE = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both"}
 MODELS = {
     "full attention": make_tiny_llama,
     "sliding windows": lambda folder: make_tiny_llama(folder, layers=4, windows=[48, 0, 48, 0]),
+    "chunks": lambda folder: make_tiny(folder, "llama4_text"),
+    "latents": lambda folder: make_latent(folder, "DeepseekV3ForCausalLM"),
+    "states": lambda folder: make_tiny_hybrid(folder, "falcon_h1"),
 }
-CASES = [("full attention", BOTH), ("sliding windows", SIMPLE)]
+#: Classes of which vLLM else keeps a prompt's last blocks alone: they are computed over holes here.
+KEPT = ("sliding windows", "states")
+CASES = [("full attention", BOTH), ("sliding windows", SIMPLE), ("sliding windows", OFFLOADING)]
+CASES += [("latents", SIMPLE), ("latents", OFFLOADING), ("states", SIMPLE), ("states", OFFLOADING)]
+CASES += [("latents", LMCACHE), ("chunks", SIMPLE), ("chunks", OFFLOADING)]
+#: Cases of each push: each class, and each connector beside one.
+PUSHED = ("full attention-MultiConnector", "latents-LMCacheMPConnector", "states-OffloadingConnector")
+PUSHED += ("sliding windows-SimpleCPUOffloadConnector", "chunks-OffloadingConnector")
+#: vLLM's own connector to LMCache has one table of blocks; that of LMCache, by its package, has one for each KV group.
+CASES += [("sliding windows", LMCACHE)] * (importlib.util.find_spec("lmcache") is not None)
 
 
+@pytest.fixture
+def folder(kind, tmp_path, monkeypatch):
+    """A tiny model of a class. vLLM ends chunks where states are kept, and caches prefixes of latents, on a CPU too."""
+    monkeypatch.setattr(MambaMixer2, "get_kv_cache_spec", MambaBase.get_kv_cache_spec)
+    keep_what_is_asked(monkeypatch)
+    with reference_mla():
+        MODELS[kind](tmp_path / "model")
+        yield tmp_path / "model"
+
+
+@pytest.mark.both_runners("states-OffloadingConnector")
+@pytest.mark.nightly(push=PUSHED)
 @pytest.mark.parametrize("kind, transfer", CASES, ids=[f"{kind}-{each['kv_connector']}" for kind, each in CASES])
 def test_hits_after_requests_lost_blocks_are_what_stock_vllm_computes(
-    engine, kind, transfer, tmp_path, monkeypatch, poisoned
+    engine, folder, kind, transfer, monkeypatch, poisoned
 ):
-    """Prompts that requests computed and stored, while they lost blocks, are hit by requests that keep everything."""
+    """Prompts that requests computed and stored, while they lost blocks, are hit by requests that keep everything: with
+    other ends, and with the answers, which were computed over holes."""
     monkeypatch.setattr(simple_cpu_offload_connector, "SimpleCPUOffloadWorker", SimpleHostWorker)
     monkeypatch.setitem(KVConnectorFactory._registry, "NixlConnector", lambda: ShelfConnector)
     Shelf.clear()
-    MODELS[kind](tmp_path / "model")
-    options = dict(model=tmp_path / "model", max_num_batched_tokens=128, enable_prefix_caching=True)
+    cache_server.install(monkeypatch)
+    CacheServer.clear()
+    CacheServer.block = 16 if kind == "latents" else BLOCK  # CPU_MLA reads blocks of 16 tokens
+    options = dict(model=folder, max_num_batched_tokens=128, block_size=CacheServer.block, enable_prefix_caching=True)
+    if kind in KEPT:
+        options["prefix_cache_retention_interval"] = BLOCK
     prompts = [random_prompt(length, length) for length in (449, 641, 545)]
     asked = {"max_tokens": 24, "logprobs": 0}
-    expected = engine(**options).generate(prompts, **asked)
     server = engine(H2O, **options, kv_transfer_config=transfer)
     lost = server.generate(prompts, max_tokens=80)
     assert all(output.kv_usage.evicted_blocks > 4 for output in lost)
     settle(server)
-    assert server.llm.reset_prefix_cache()
-    found = server.generate(prompts, **asked, extra_args={"kv_policy": "full"})
-    hits = server.metrics()["vllm:external_prefix_cache_hits"]
-    assert hits > 0, "nothing was hit"
-    for output, stock in zip(found, expected, strict=True):
-        assert output.outputs[0].token_ids == stock.outputs[0].token_ids
-        np.testing.assert_allclose(logprobs_of(output), logprobs_of(stock), atol=1e-3)
-    settle(server)
+    longer = [[*prompt, *output.outputs[0].token_ids] for prompt, output in zip(prompts, lost, strict=True)]
+    found = []
+    for several in (prompts, longer):
+        before = server.metrics()["vllm:external_prefix_cache_hits"]
+        assert server.llm.reset_prefix_cache()
+        found += server.generate(several, **asked, extra_args={"kv_policy": "full"})
+        assert server.metrics()["vllm:external_prefix_cache_hits"] > before, "nothing was hit"
+        settle(server)
     server.assert_nothing_left()
     ensure_kv_transfer_shutdown()
+    for output, stock in zip(found, engine(**options).generate([*prompts, *longer], **asked), strict=True):
+        assert output.outputs[0].token_ids == stock.outputs[0].token_ids
+        np.testing.assert_allclose(logprobs_of(output), logprobs_of(stock), atol=1e-3)

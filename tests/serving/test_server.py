@@ -20,7 +20,7 @@ import pytest
 from packaging.version import Version
 from ports import reserve_port
 
-from vllm_evict.integration.engine.tally import AUDIT_COUNTERS, AUDIT_SKIPPED, AUDIT_TARGET, PLACES
+from vllm_evict.integration.engine.tally import AUDIT_COUNTERS, AUDIT_SKIPPED, AUDIT_TARGET, HOST_COUNTERS, HOST_GAUGES
 
 pytestmark = pytest.mark.minutes
 
@@ -143,9 +143,9 @@ def test_the_dashboard_asks_for_metrics_that_are_there(server):
         query for panel in json.loads(board)["panels"] for target in panel["targets"] for query in [target["expr"]]
     }
     # Metrics of servers with evict: host, which have the labels of the others.
-    on_host = {name.replace("_total", "") + "_total" for name, _ in PLACES["host"].counters.values()}
+    on_host = {name.replace("_total", "") + "_total" for name, _ in HOST_COUNTERS.values()}
     labels |= dict.fromkeys(
-        on_host | {name for name, _ in PLACES["host"].gauges.values()}, labels["vllm:kv_evict_blocks_resident"]
+        on_host | {name for name, _ in HOST_GAUGES.values()}, labels["vllm:kv_evict_blocks_resident"]
     )
     # Metrics of servers with audit.
     shared = labels["vllm:kv_evict_blocks_resident"]

@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from engine import PLAN, V2, Engine, after, logprobs_of, random_prompt
+from engine import PLAN, Engine, after, logprobs_of, random_prompt
 from parity import assert_like_oracle
 from pydantic import TypeAdapter, ValidationError
 from vllm.exceptions import VLLMValidationError
@@ -51,7 +51,7 @@ COVERING = {
     "sink-window": {"name": "sink-window", "budget": 512, "sink": 32},
 }
 PROMPTS = [random_prompt(length, seed) for seed, length in enumerate((300, 40, 150, 33))]
-TOKENS = 8 if V2 else 20
+TOKENS = 20
 
 
 def answers(subject):
@@ -103,8 +103,7 @@ def test_requests_shorter_than_the_budget_are_left_alone(engine, stock_answers):
 # --- blocks go back --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("chunk", [96, 256])
+@pytest.mark.parametrize("name, chunk", [("h2o", 96), ("sink-window", 256)])
 def test_blocks_go_back_to_the_pool(engine, name, chunk):
     """After every step the pool's free count is its size less what requests hold, and no request holds more than
     ceil((budget + buffer) / block) + 1; with a chunk in flight, budget + buffer + the chunk."""
@@ -161,11 +160,10 @@ def most_running(server):
     return max(running)
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_a_small_pool_serves_more_requests_at_once(engine, name):
+def test_a_small_pool_serves_more_requests_at_once(engine):
     """40 blocks hold 3 whole requests of 11 blocks (vLLM starts a fourth, and takes it back)."""
     small = dict(blocks=41, max_model_len=512, max_num_batched_tokens=64, enable_prefix_caching=False)
-    stock, evicting = engine(**small), engine({**POLICIES[name], "buffer": 0}, **small)
+    stock, evicting = engine(**small), engine({**H2O, "buffer": 0}, **small)
     assert most_running(stock) <= 4
     assert most_running(evicting) >= 6
     # At most: the trigger of 6 blocks, and a chunk of 2 in flight that may reach into one more.

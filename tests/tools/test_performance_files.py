@@ -153,3 +153,11 @@ def test_an_agents_turn_carries_the_conversation(to_json):
     )
     asked = {sample.question for _, sample in Client.asked}
     assert len(asked) > 4 and all(messages[-1]["content"] in asked for messages in last)
+
+
+def test_the_tables_of_the_scheduler_are_those_of_their_file(to_json):
+    import scale
+
+    report = json.loads((ROOT / "benchmarks/results/performance/scale.json").read_text())
+    for table in scale.page_tables(report):
+        assert "\n".join(table) in (ROOT / "docs/results.md").read_text()

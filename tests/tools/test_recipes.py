@@ -36,13 +36,13 @@ def test_commands_and_counts(recipes, tmp_path, monkeypatch, capsys):
     overrides = {"blackwell": {"extra_args": ["--max-num-seqs", "8"]}, "h200": {"extra_args": ["--enforce-eager"]}}
     write(tmp_path, "Qwen/Qwen3-32B", hardware_overrides=overrides, variants={"default": {"vram_minimum_gb": 400}})
     write(tmp_path, "Qwen/Qwen3-4B", meta={"hardware": {"b200": "unsupported"}})
-    write(tmp_path, "XiaomiMiMo/MiMo", variants={"default": {"tp": {"default": 2, "blackwell": 4}}})
+    write(tmp_path, "zai-org/GLM-5", variants={"default": {"tp": {"default": 2, "blackwell": 4}}})
     write(tmp_path, "Qwen/Qwen-Image")  # none of the classes
     flags = {command.recipe: " ".join(command.flags) for command in recipes.commands(tmp_path, "b200")}
     assert flags == {
         "Qwen/Qwen3-8B": "--max-num-seqs 64 --trust-remote-code --tensor-parallel-size 1",
         "Qwen/Qwen3-32B": "--trust-remote-code --max-num-seqs 8 --tensor-parallel-size 8",
-        "XiaomiMiMo/MiMo": "--max-num-seqs 64 --trust-remote-code --tensor-parallel-size 4",
+        "zai-org/GLM-5": "--max-num-seqs 64 --trust-remote-code --tensor-parallel-size 4",
     }
 
     def ask(device, servers):

@@ -10,11 +10,12 @@ from test_refusals_backends import plain_config
 from vllm.config import KVTransferConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_evict.config import KVPolicyConfig
-from vllm_evict.integration.start.capabilities import drafting, environments, features, refuse
+from vllm_evict.config import KVPolicyConfig, features
+from vllm_evict.integration.start.capabilities import drafting, environments, refuse
 from vllm_evict.integration.start.capabilities.environment import UNTRIED
 from vllm_evict.integration.start.capabilities.environments import ENVIRONMENTS
 from vllm_evict.integration.start.capabilities.server import Layers, Server
+from vllm_evict.integration.start.drafters import IN_PARALLEL
 
 H2O = {"name": "h2o", "budget": 512, "recent": 64}
 #: Column -> a policy with that feature, and with no other of the columns but those in brackets.
@@ -26,10 +27,10 @@ POLICIES = {
     "tokens": {**H2O, "granularity": "token"},
     "kvzip": {"name": "h2o", "allow": ["kvzip"]},
     "context": {"name": "sink-window", "context": 512, "allow": []},
-    "host": {"name": "sink-window", "evict": "host", "host": "1MiB", "allow": []},
-    "path": {"name": "sink-window", "evict": "host", "host": "1MiB", "host_path": "/disk/blocks", "allow": []},
-    "select": {"name": "sink-window", "select": 1024, "allow": []},
-    "reach": {"name": "full", "evict": "host", "host": "1MiB"},
+    "host": {"name": "full", "evict": "host", "host": "1MiB"},
+    "read": {"name": "sink-window", "read": 1024, "allow": []},
+    "layers": {"name": "full", "read": 1024, "dense_layers": 2},
+    "scored": {"name": "keydiff", "read": 1024},
     "max": {**H2O, "layers": "max"},
     "mean": {**H2O, "accumulate": "mean"},
     "pressure": {**H2O, "when": "pressure"},
@@ -39,6 +40,7 @@ POLICIES = {
 
 def drafts(method, tokens=3, parallel=False, **fields):
     settings = dict(method=method, num_speculative_tokens=tokens, parallel_drafting=parallel, **fields)
+    settings["use_eagle"] = lambda: method in ("eagle", "eagle3", "mtp", "dflash", "dspark")
     return {"speculative_config": SimpleNamespace(**settings)}
 
 
@@ -70,23 +72,31 @@ def text(**fields):
     return {"model_config__hf_text_config": SimpleNamespace(**fields)}
 
 
+CHUNKS, UNLIKE = text(attention_chunk_size=128), text(head_dim=192, v_head_dim=128)
 ALL = " ".join(POLICIES)
 #: Server -> what is refused on it: names of `POLICIES`. Functions refused the same by hand, before there was a table.
 SERVERS = {
     "plain": ({}, ""),
-    "a GPU": (CUDA, "path select reach"),
+    "a GPU": (CUDA, "layers scored"),
     "another platform": ({"device_config__device_type": "xpu"}, ALL),
     "pooling": ({"model_config__runner_type": "pooling"}, ALL),
     "DSA": (text(index_topk=64), ALL),
     "CSA": (text(compress_ratios=[4]), ALL),
     "MSA": (text(sparse_attention_config={}), ALL),
-    "unlike keys and values": (text(head_dim=192, v_head_dim=128), ALL),
+    "unlike keys and values": (
+        UNLIKE,
+        "split tokens kvzip context host read layers scored",
+    ),
     "no attention": ({"model_config__is_attention_free": True}, ALL),
     "windows in all layers": ({**WINDOWS, "cache_config__sliding_window": 64}, ALL),
     "encoder-decoder": ({"model_config__is_encoder_decoder": True}, ALL),
-    "prefix-LM": ({"model_config__is_mm_prefix_lm": True}, ALL),
+    "prefix-LM": (
+        {"model_config__is_mm_prefix_lm": True},
+        "split tokens kvzip context host read layers scored",
+    ),
     "diffusion": ({"model_config__is_diffusion": True}, ALL),
-    "chunks": (text(attention_chunk_size=128), ALL),
+    "chunks": (CHUNKS, "split tokens kvzip context host audit layers read scored"),
+    "Inkling": ({"model_config__architectures": ["InklingForConditionalGeneration"]}, ALL),
     "R-SWA": ({"model_config__rswa_window": 64}, ALL),
     "ALiBi": ({"model_config__uses_alibi": True}, ALL.replace("full ", "")),
     "ALiBi by its class": ({"model_config__architectures": ["Step1ForCausalLM"]}, ALL.replace("full ", "")),
@@ -95,19 +105,28 @@ SERVERS = {
         {"model_config__model_arch_config": SimpleNamespace(per_layer_overrides=[{}, {"total_num_kv_heads": 4}])},
         "split",
     ),
+    "heads of 512": ({**CUDA, "model_config__get_head_size": lambda: 512}, "split layers scored"),
     "large heads": (
-        {**CUDA, "model_config__get_head_size": lambda: 512},
-        "h2o split tokens kvzip context path select reach max mean pressure audit",
+        {**CUDA, "model_config__get_head_size": lambda: 528},
+        "h2o split tokens kvzip context read layers scored max mean pressure audit host",
     ),
-    "latents": (MLA, "split tokens kvzip context host path select reach"),
-    "states": (HYBRID, "split kvzip context host path select reach audit"),
-    "windows": (WINDOWS, "split kvzip context host path select reach audit"),
-    "shared caches": (text(num_kv_shared_layers=1), "split kvzip context host path select reach"),
+    "latents": (MLA, "split tokens kvzip context layers scored"),
+    "latents that a backend copies tables for": (
+        {**MLA, "attention_config__backend": AttentionBackendEnum.AMX_MLA},
+        "split tokens kvzip context layers scored",
+    ),
+    "latents beside states": ({**MLA, **HYBRID}, "split tokens kvzip context host read layers scored audit"),
+    "states": (HYBRID, "split kvzip context layers audit"),
+    "windows": (WINDOWS, "split kvzip context layers audit"),
+    "shared caches": (text(num_kv_shared_layers=1), "split kvzip context layers"),
     "another backend": ({"attention_config__backend": AttentionBackendEnum.FLEX_ATTENTION}, ALL),
-    "FlashInfer": ({**CUDA, "attention_config__backend": AttentionBackendEnum.FLASHINFER}, "split path select reach"),
+    "FlashInfer": (
+        {**CUDA, "attention_config__backend": AttentionBackendEnum.FLASHINFER},
+        "split layers scored",
+    ),
     "FlashInfer beside states": (
         {**CUDA, **HYBRID, "attention_config__backend": AttentionBackendEnum.FLASHINFER},
-        "split kvzip context host path select reach audit",
+        "split kvzip context host read layers scored audit",
     ),
     "one table beside states": ({**HYBRID, "scheduler_config__disable_hybrid_kv_cache_manager": True}, ALL),
     "one table beside windows": ({**WINDOWS, "scheduler_config__disable_hybrid_kv_cache_manager": True}, ALL),
@@ -115,40 +134,67 @@ SERVERS = {
     "fp8": ({"cache_config__cache_dtype": "fp8_e5m2"}, ""),
     "fp8 latents": (
         {**MLA, "cache_config__cache_dtype": "fp8"},
-        "h2o split tokens kvzip context host path select reach max mean pressure audit",
+        "h2o split tokens kvzip context host read layers scored max mean pressure audit",
     ),
     "an unread dtype": (
         {"cache_config__cache_dtype": "int8_per_token_head"},
-        "h2o tokens kvzip context select reach max mean pressure audit",
+        "h2o tokens kvzip context read layers scored max mean pressure audit host",
     ),
     "unlike dtypes": (
         {"cache_config__kv_cache_dtype_skip_layers": ["0"]},
-        "h2o tokens kvzip context select reach max mean pressure audit",
+        "h2o tokens kvzip context read layers scored max mean pressure audit host",
     ),
     "no prefix cache": (UNCACHED, "kvzip"),
-    "n-grams": (drafts("ngram"), "kvzip context host path select reach mean audit"),
-    "n-grams on V2": ({**drafts("ngram"), **V2}, "kvzip context host path select reach mean audit"),
+    "n-grams": (drafts("ngram"), "kvzip context read layers scored mean audit"),
+    "n-grams on V2": ({**drafts("ngram"), **V2}, "kvzip context read layers scored mean audit"),
     "n-grams beside cached states": ({**drafts("ngram"), **HYBRID}, ALL),
     "n-grams beside cached states on V2": (
         {**drafts("ngram"), **HYBRID, **V2},
-        "split tokens kvzip context host path select reach mean audit",
+        "split tokens kvzip context host read layers scored mean audit",
     ),
     "n-grams beside uncached states": (
         {**drafts("ngram"), **HYBRID, **UNCACHED},
-        "split tokens kvzip context host path select reach mean audit",
+        "split tokens kvzip context host read layers scored mean audit",
     ),
-    "n-grams beside latents and states": ({**drafts("ngram"), **HYBRID, **MLA, **UNCACHED}, ALL),
-    "Gemma 4's assistants": (drafts("mtp", use_gemma4_mtp=lambda: True), ALL),
-    "DSpark": ({**drafts("dspark", parallel=True), **V2}, ALL),
+    "n-grams beside latents and states": (
+        {**drafts("ngram"), **HYBRID, **MLA, **UNCACHED},
+        "split tokens kvzip context host read layers scored mean audit",
+    ),
+    "MTP beside latents and states": ({**drafts("mtp"), **HYBRID, **MLA, **UNCACHED}, ALL),
+    "n-grams beside chunks": (
+        {**drafts("ngram"), **CHUNKS},
+        "split tokens kvzip context host read layers scored mean audit",
+    ),
+    "EAGLE beside chunks": ({**drafts("eagle"), **CHUNKS}, ALL),
+    "EAGLE beside unlike keys and values": ({**drafts("eagle"), **UNLIKE}, ALL),
+    "MTP beside unlike keys and values": (
+        {**drafts("mtp"), **UNLIKE},
+        "split tokens kvzip context host read layers scored mean audit",
+    ),
+    "DSpark on V1": (drafts("dspark", parallel=True), ALL),
+    "DSpark": (
+        {**drafts("dspark", parallel=True), **V2},
+        "split tokens kvzip context read layers scored mean audit",
+    ),
     "n-grams on a GPU, on V1": (drafts("ngram_gpu"), ALL),
-    "n-grams on a GPU, on V2": ({**drafts("ngram_gpu"), **V2}, "kvzip context host path select reach mean audit"),
+    "n-grams on a GPU, on V2": (
+        {**drafts("ngram_gpu"), **V2},
+        "kvzip context read layers scored mean audit",
+    ),
     "DFlash on V1": (drafts("dflash", parallel=True), ALL),
     "DFlash": (
         {**drafts("dflash", parallel=True), **V2},
-        "split tokens kvzip context host path select reach mean audit",
+        "split tokens kvzip context read layers scored mean audit",
     ),
     "DFlash beside latents": ({**drafts("dflash", parallel=True), **V2, **MLA}, ALL),
-    "DFlash beside windows": ({**drafts("dflash", parallel=True), **V2, **WINDOWS}, ALL),
+    "DSpark beside states": (
+        {**drafts("dspark", parallel=True), **V2, **HYBRID},
+        "split tokens kvzip context host read layers scored mean audit",
+    ),
+    "DFlash beside windows": (
+        {**drafts("dflash", parallel=True), **V2, **WINDOWS},
+        "split tokens kvzip context host read layers scored mean audit",
+    ),
     "DFlash by another architecture": (
         {
             **drafts("dflash", parallel=True, draft_model_config=SimpleNamespace(architectures=["DFlash2DraftModel"])),
@@ -159,56 +205,77 @@ SERVERS = {
     "adaptive verification": (drafts("mtp", enable_adaptive_verification=True), ALL),
     "several MTP modules": (
         drafts("mtp", use_multi_module_mtp=lambda: True),
-        "split kvzip context host path select reach mean audit",
+        "split kvzip context read layers scored mean audit",
     ),
     "several MTP modules on V2": ({**drafts("mtp", use_multi_module_mtp=lambda: True), **V2}, ALL),
     "another method": (drafts("medusa"), ALL),
     "as many drafts as a block has tokens": (drafts("ngram", 16), ALL),
-    "MTP": (drafts("mtp"), "split kvzip context host path select reach mean audit"),
+    "MTP": (drafts("mtp"), "split kvzip context read layers scored mean audit"),
     "MTP in parallel": (drafts("mtp", parallel=True), ALL),
     "MTP under async scheduling": (
         {**drafts("mtp"), **ASYNC},
-        "split tokens kvzip context host path select reach mean audit",
+        "split tokens kvzip context read layers scored mean audit",
     ),
-    "MTP beside latents": ({**drafts("mtp"), **MLA}, "split tokens kvzip context host path select reach mean audit"),
+    "MTP beside latents": (
+        {**drafts("mtp"), **MLA},
+        "split tokens kvzip context host read layers scored mean audit",
+    ),
     "MTP beside latents under async scheduling": (
         {**drafts("mtp"), **MLA, **ASYNC},
-        "split tokens kvzip context host path select reach mean audit",
+        "split tokens kvzip context host read layers scored mean audit",
     ),
     "MTP beside windows": (
         {**drafts("mtp"), **WINDOWS},
-        "split tokens kvzip context host path select reach mean audit",
+        "split tokens kvzip context host read layers scored mean audit",
     ),
     "a draft model beside windows": ({**drafts("draft_model"), **WINDOWS}, ALL),
     "EAGLE beside latents": (
         {**drafts("eagle"), **MLA},
-        "split tokens kvzip context host path select reach mean audit",
+        "split tokens kvzip context host read layers scored mean audit",
     ),
-    "a connector": (connector(), "split kvzip context host path select reach audit"),
+    "a connector": (connector(), "split kvzip context host read layers scored audit"),
     "a connector under async scheduling": (
         {**connector(), **ASYNC},
-        "split kvzip context host path select reach pressure audit",
+        "split kvzip context host read layers scored pressure audit",
     ),
-    "a connector beside latents": ({**connector(), **MLA}, "split tokens kvzip context host path select reach audit"),
-    "a connector beside states": ({**connector(), **HYBRID}, "split kvzip context host path select reach audit"),
-    "a connector beside windows": ({**connector(), **WINDOWS}, "split kvzip context host path select reach audit"),
-    "offloading beside latents": ({**connector("SimpleCPUOffloadConnector", "kv_both"), **MLA}, ALL),
-    "offloading beside states": ({**connector("LMCacheMPConnector", "kv_both"), **HYBRID}, ALL),
+    "a connector beside latents": (
+        {**connector(), **MLA},
+        "split tokens kvzip context host read layers scored audit",
+    ),
+    "a connector beside states": (
+        {**connector(), **HYBRID},
+        "split kvzip context host read layers scored audit",
+    ),
+    "a connector beside windows": (
+        {**connector(), **WINDOWS},
+        "split kvzip context host read layers scored audit",
+    ),
+    "LMCache beside latents": (
+        {**connector("LMCacheMPConnector", "kv_both"), **MLA},
+        "split tokens kvzip context host read layers scored audit",
+    ),
+    "LMCache beside states": ({**connector("LMCacheMPConnector", "kv_both"), **HYBRID}, ALL),
+    "offloading beside states": (
+        {**connector("SimpleCPUOffloadConnector", "kv_both"), **HYBRID},
+        "split kvzip context host read layers scored audit",
+    ),
     "offloading beside windows": (
-        {**connector("SimpleCPUOffloadConnector", "kv_both"), **WINDOWS},
-        "split kvzip context host path select reach audit",
-    ),
-    "offloading by the other connector beside windows": (
         {**connector("OffloadingConnector", "kv_both"), **WINDOWS},
-        ALL,
+        "split kvzip context host read layers scored audit",
     ),
-    "a connector and n-grams": ({**connector(), **drafts("ngram")}, ALL),
-    "a connector of both sides": (connector(role="kv_both"), "split kvzip context host path select reach audit"),
+    "a connector and n-grams": (
+        {**connector(), **drafts("ngram")},
+        "split kvzip context host read layers scored mean audit",
+    ),
+    "a connector of both sides": (
+        connector(role="kv_both"),
+        "split kvzip context host read layers scored audit",
+    ),
     "a connector that reads ended requests": (connector(both_ways=True), ALL),
     "another connector": (connector("HF3FSKVConnector"), ALL),
     "connectors that are served": (
         connector("MultiConnector", "kv_both", parts=[role_of("NixlConnector"), role_of("OffloadingConnector")]),
-        "split kvzip context host path select reach audit",
+        "split kvzip context host read layers scored audit",
     ),
     "connectors one of which is another": (
         connector("MultiConnector", "kv_both", parts=[role_of("NixlConnector"), role_of("FlexKVConnectorV1")]),
@@ -218,13 +285,14 @@ SERVERS = {
     "an encoder-cache connector": ({"ec_transfer_config": object()}, ALL),
     "DCP": ({"parallel_config__decode_context_parallel_size": 2}, ALL),
     "PCP": ({"parallel_config__prefill_context_parallel_size": 2}, ALL),
-    "stages": (STAGES, "split tokens kvzip context host path select reach max audit"),
+    "stages": (STAGES, "split tokens kvzip context host read layers scored max audit"),
     "stages beside latents": ({**STAGES, **MLA}, ALL),
     "stages beside states": ({**STAGES, **HYBRID}, ALL),
     "stages beside windows": ({**STAGES, **WINDOWS}, ALL),
     "stages and n-grams": ({**STAGES, **drafts("ngram")}, ALL),
     "stages and a connector": ({**STAGES, **connector()}, ALL),
-    "stages on V2": ({**STAGES, **V2}, ALL),
+    "stages on V2": ({**STAGES, **V2}, "split tokens kvzip context host max audit read layers scored"),
+    "a stage without layers": ({"parallel_config__pipeline_parallel_size": 3}, ALL),
     "stages under a launcher": (
         {
             **STAGES,
@@ -234,14 +302,14 @@ SERVERS = {
         ALL,
     ),
     "ranks under a launcher": ({"parallel_config__distributed_executor_backend": "external_launcher"}, ALL),
-    "tensor ranks": ({"parallel_config__tensor_parallel_size": 2}, "reach"),
+    "chunks of one token": ({"scheduler_config__long_prefill_token_threshold": 1}, "host"),
     "microbatches": ({"parallel_config__use_ubatching": True}, ALL),
     "adapters": ({"lora_config": object()}, "audit"),
     "ranks of experts": ({"model_config__is_moe": True}, "audit"),
     "a scheduler of one's own": ({"scheduler_config__scheduler_cls": "my.Scheduler"}, ALL),
 }
 #: Environments that other tests refuse, because a machine, an executor or a variable makes them.
-ELSEWHERE = {"OLD_GPU", "FP8_ON_OLD_GPU", "BATCH_INVARIANT", "RUST", "OLD_RAY", "SMALL_MACHINE", "V2", "LAUNCHER"}
+ELSEWHERE = {"OLD_GPU", "FP8_ON_OLD_GPU", "BATCH_INVARIANT", "RUST", "OLD_RAY", "SMALL_MACHINE", "OLD_V2", "LAUNCHER"}
 ELSEWHERE |= {"FEW_SIZES_BACKEND", "OLD_STORES"}
 
 
@@ -268,7 +336,15 @@ def test_what_was_refused_by_hand_is_refused_by_the_table(name):
 
 
 #: Layers beside plain full attention, or in their place.
-LAYERS = {"plain": {}, "latents": MLA, "states": {**HYBRID, **UNCACHED}, "windows": WINDOWS}
+LAYERS = {
+    "plain": {},
+    "latents": MLA,
+    "states": {**HYBRID, **UNCACHED},
+    "latents beside states": {**MLA, **HYBRID, **UNCACHED},
+    "windows": WINDOWS,
+    "chunks": CHUNKS,
+    "unlike keys and values": UNLIKE,
+}
 
 
 def refusals_of(**changes):
@@ -284,13 +360,19 @@ def refusals_of(**changes):
 @pytest.mark.parametrize("layers", LAYERS)
 def test_methods_and_connectors_that_messages_name_are_served(layers, runner):
     (message,) = refusals_of(**LAYERS[layers], **runner, **drafts("medusa"))
-    for method in re.search(r"to one of ([\w, ]+), or", message)[1].split(", "):
-        assert not refusals_of(**LAYERS[layers], **runner, **drafts(method, parallel=method == "dflash")), method
+    advised = re.search(r"to one of ([\w, ]+), or", message)[1].split(", ")
+    for method in advised:
+        assert not refusals_of(**LAYERS[layers], **runner, **drafts(method, parallel=method in IN_PARALLEL)), method
+    for method in ("eagle", "draft_model", "dflash"):
+        for message in refusals_of(**LAYERS[layers], **runner, **drafts(method, parallel=method in IN_PARALLEL)):
+            (said,) = re.findall(r'set "method"(?:: "| in --speculative-config to )(.*)', message)
+            named = set(re.findall("ngram|eagle3?|mtp|draft_model|dflash|dspark", said))
+            assert named and named <= {*advised}, message
     for other in connector("HF3FSKVConnector"), connector("HF3FSKVConnector", module="mine"):
         (message,) = refusals_of(**LAYERS[layers], **runner, **other)
         for name in re.findall(r"\w+Connector\b", message.split(": use ")[1].split(", or Multi")[0]):
             assert not refusals_of(**LAYERS[layers], **runner, **connector(name, "kv_both")), name
-    if layers in ("states", "windows"):
+    if layers in ("states", "windows", "chunks"):
         one_table = {"scheduler_config__disable_hybrid_kv_cache_manager": True}
         message, *_ = refusals_of(**LAYERS[layers], **runner, **one_table, **connector("ExampleConnector"))
         assert re.search(r"use NixlConnector, .* in place of ExampleConnector, for which vLLM switches it off", message)
@@ -322,13 +404,13 @@ def test_every_environment_of_the_table_has_been_met():
 
 
 def test_layers_tell_what_a_configuration_does_not():
-    split, host = (KVPolicyConfig.parse(POLICIES[name]) for name in ("split", "host"))
+    split, context = (KVPolicyConfig.parse(POLICIES[name]) for name in ("split", "context"))
     for layers, what in (
         (Layers(shared=True), "layers that share a cache"),
         (Layers(windows=True), "sliding-window attention beside full attention"),
         (Layers(states=True), "Mamba, linear attention or short convolutions beside full attention"),
     ):
-        for config in (split, host):
+        for config in (split, context):
             with pytest.raises(refuse.Refused, match=what):
                 refuse.check_layers(plain_config(), config, layers)
         refuse.check_layers(plain_config(), KVPolicyConfig.parse(H2O), layers)

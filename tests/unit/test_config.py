@@ -13,9 +13,9 @@ from configuration import H2O, WHOLE, parse, refusal, request_refusal
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.config.allocators import ALLOCATION
 from vllm_evict.config.errors import instead
-from vllm_evict.config.fields import READ, SELECT, SERVER, TIER
+from vllm_evict.config.fields import FETCH, READ, SERVER, TIER
 from vllm_evict.config.options import names_of
-from vllm_evict.config.schema import _warn_of_old_name
+from vllm_evict.config.retired import _warn_of_old_name
 from vllm_evict.policies import BUDGET_OPTIONS, POLICIES
 
 ROOT = Path(__file__).parents[2]
@@ -63,41 +63,30 @@ def test_to_dict_is_what_parse_takes_and_json_carries(name):
     values |= {"kernel": 5, "mix": 0.25, "seed": 11, "chunk": 500, "instruction": [3, 4], "when": policy.triggers[-1]}
     values |= {"sets": "all", "merge": "d2o", "merge_decay": 0.3, "merge_threshold": 0.1, "granularity": "token"}
     values |= {"context": None, "prompt": "whole", "exact": True}
-    waiting = {"evict": "host", "host": 1 << 30, "recall": "quest", "recall_every": 4, "recall_blocks": 3}
-    waiting |= {
-        "again": 100,
-        "again_rounds": 2,
-        "host_path": "blocks",
-        "preempt": "recompute",
-        "recall_bounds": "sphere",
-        "read": 700,
-        "hold": 3,
-        "index": "signs",
-    }
-    selecting = {"select": 900, "select_every": 2, "select_sink": 32, "select_recent": 60, "filter_layers": [1, 3]}
-    selecting |= {"dense_layers": None, "select_bounds": "sphere"}
+    reading = {"read": 700, "hold": 3, "leaders": 2, "index": "signs"}
+    waiting = {"evict": "host", "host": 1 << 30, "fetch": 5, **reading}
+    sparse = {**reading, "leaders": [1, 3], "dense_layers": 0}
     pyramid = {"allocate": "pyramid", "bands": 2, "beta": 4.0}
     ada = {"allocate": "ada", "bands": 3, "floor": 0.5}
     if "prompt" in policy.options:
         values["when"] = "budget"
-    assert {*values, *waiting, *selecting, *pyramid, *ada} == frozenset().union(
+    assert {*values, *waiting, *sparse, *pyramid, *ada} == frozenset().union(
         *(POLICIES[other].options for other in WHOLE)
     )
     values = {field: value for field, value in values.items() if field in policy.options}
-    waiting = {field: value for field, value in waiting.items() if field in policy.options}
-    if name == "full":  # sizes are of what it keeps on the device
-        values |= waiting
-    selecting = selecting if "select" in policy.options else {}
+    waiting = waiting if name == "full" else {}  # other policies are served as `full`
+    values |= waiting  # sizes are of what it keeps on the device
+    sparse = sparse if "read" in policy.options else {}
     context = {"context": 4096} if "context" in policy.options else {}
     pyramid, ada = (pyramid, ada) if "allocate" in policy.options else ({}, {})
     audits = {"audit": 0.5, "target": 0.9}
-    for extra in ({}, values, {"allow": ["h2o"]}, audits, context, waiting, selecting, pyramid, ada):
+    for extra in ({}, values, {"allow": ["h2o"]}, audits, context, waiting, sparse, pyramid, ada):
         config = parse({"name": name, **extra})
         carried = json.loads(json.dumps(config.to_dict()))
         assert parse(carried) == config and parse(carried).unsaid == config.unsaid
-        left_out = set() if "evict" in extra else names_of((*TIER, *READ))
-        left_out |= {"buffer"} if config.keeps_all else set()
-        left_out |= set() if "select" in extra else names_of(SELECT)
+        left_out = set() if "evict" in extra else names_of((*TIER, FETCH))
+        left_out |= {"buffer", "when", "exact"} if config.keeps_all else set()
+        left_out |= set() if "read" in extra else names_of(READ)
         left_out |= names_of(ALLOCATION) - extra.keys()
         left_out |= {"audit", "target"} - extra.keys()
         assert set(carried) == (policy.options | {"name"} | names_of(SERVER)) - config.unsaid - left_out
@@ -353,7 +342,7 @@ def test_the_old_name_of_gates_works_with_one_warning(caplog):
     with caplog.at_level("WARNING", logger="vllm.evict"):
         old = [parse({"name": "duo", "heads": gates, "sparsity": 0.5}) for _ in range(3)]
     assert [record.getMessage() for record in caplog.records] == [
-        "KV policy duo: the field heads is called gates now; the old name goes with the next release"
+        "KV policy duo: in place of heads write gates; the old name goes with the next release"
     ]
     assert old[0] == parse({"name": "duo", "gates": gates, "sparsity": 0.5}) and old[0].heads == "sum"
     assert "heads" not in old[0].to_dict() and old[0].to_dict()["gates"] == gates

@@ -171,7 +171,7 @@ def test_a_policy_that_is_not_enabled_is_refused_with_those_that_are():
     assert (
         "'sink-window' is not enabled here: expected one of: h2o; the server's field allow may name others" in message
     )
-    for server in (H2O, "h2o", "h2o-pressure", {"name": "pyramidkv"}, {"name": "sink-window", "select": 512}):
+    for server in (H2O, "h2o", "h2o-pressure", {"name": "pyramidkv"}, {"name": "sink-window", "read": 512}):
         assert asked(server, {"kv_policy": "full"}).name == "full"
     for server in ({"name": "h2o", "context": 4096}, {**H2O, "allow": ["tova"]}):
         assert "'full' is not enabled here" in request_refusal(server, {"kv_policy": "full"})

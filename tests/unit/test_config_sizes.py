@@ -92,7 +92,9 @@ def test_what_a_server_starts_with_requests_can_pick(name):
 def test_workers_can_measure_what_any_request_may_need_and_no_more():
     every = RUNNING | CACHED | QUERIED
     assert parse("h2o").statistics == parse("sink-window").statistics == parse("full").statistics == every
-    assert parse({"name": "full", "select": 1024}).statistics == (CACHED | QUERIED) - {"redundancy"}
+    assert parse(
+        {"name": "full", "read": 1024, "allow": ["keydiff", "knorm", "quest", "pagedeviction"]}
+    ).statistics == (CACHED | QUERIED) - {"redundancy"}
     assert not parse({"name": "sink-window", "allow": ["full", "random", "strided"]}).statistics
     assert parse({"name": "knorm", "allow": ["full", "tova"]}).statistics == {"key_norm", "mass"}
     assert parse({"name": "rkv", "allow": []}).statistics == {"mass", "redundancy"}
@@ -226,7 +228,7 @@ def test_presets_keep_sinks_and_leave_a_choice_at_any_size_of_blocks(preset, blo
 
 def test_a_tenth_of_a_prompt_keeps_a_tenth():
     """Sinks of 64 and recent tokens of 256 made 352 tokens of it, with one block to choose."""
-    config = parse({"name": "h2o", "budget": 0.1, "evict": "host", "host": "1GiB", "recall": "quest"})
+    config = parse({"name": "h2o", "budget": 0.1})
     assert config.limits(32, 2048) == Limits(7, 11, 1, 32)
     assert config.limits(16, 2048) == Limits(13, 21, 1, 48)
 
@@ -267,12 +269,12 @@ def test_a_policy_chosen_for_a_group_of_heads_has_its_sizes():
             assert config.profiled("h2o", block, 5000).limits(block, 5000) == config.limits(block, 5000)
 
 
-def test_a_selection_that_grows_is_said():
-    select = {"name": "full", "select": 64}
-    assert parse(select).became(16) == ""
-    grown = "a select of 64 tokens becomes 512 tokens, 4 blocks of 128: 1 of sinks, 1 of recent tokens, 2 to choose"
-    assert parse(select).became(128) == grown
-    both = parse({**select, "name": "knorm", "budget": 100}).became(128)
+def test_a_read_that_grows_is_said():
+    read = {"name": "full", "read": 64}
+    assert parse(read).became(16) == ""
+    grown = "a read of 64 tokens becomes 512 tokens, 4 blocks of 128: 1 of sinks, 1 of recent tokens, 2 to choose"
+    assert parse(read).became(128) == grown
+    both = parse({**read, "name": "knorm", "budget": 100}).became(128)
     assert both.startswith("a budget of 100 tokens becomes ") and both.endswith(f"; {grown}")
 
 

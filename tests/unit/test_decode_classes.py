@@ -5,7 +5,6 @@ import torch
 from test_decode import LENGTHS, Batch
 from test_mass import BF16, F32, each_isa, needs_extension
 
-from vllm_evict.compute.kernels import decode
 from vllm_evict.compute.kernels.decode import decode_classes, decode_classes_reference
 from vllm_evict.compute.kernels.mass import block_mass
 
@@ -114,7 +113,7 @@ def test_classes_match_the_reference_on_any_number_of_threads(set_threads, queri
         assert torch.equal(layer.run(), output)
 
 
-@pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_extension), False])
+@needs_extension
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -122,9 +121,7 @@ def test_classes_match_the_reference_on_any_number_of_threads(set_threads, queri
         (lambda layer: setattr(layer, "outputs", 1), "one entry for each class"),
     ],
 )
-def test_bad_classes_are_refused(monkeypatch, compiled, change, message):
-    if not compiled:
-        monkeypatch.setattr(decode, "_C_cpu", None)
+def test_bad_classes_are_refused(change, message):
     layer = Classes((2, 3), group=1)
     change(layer)
     with pytest.raises(ValueError, match=message):

@@ -124,6 +124,8 @@ SHAPES = [  # heads, dim, block size, dtype, layout, batch
     ((14, 2), 128, 128, F32, "vec", DECODE),  # 7 query heads a KV head
     ((6, 2), 256, 64, F32, "vec", PREFILL),
     ((4, 2), 256, 16, BF16, "amx", MIXED),
+    ((4, 2), 512, 32, BF16, "vec", MIXED),  # Gemma 4
+    ((4, 2), 512, 32, BF16, "amx", DECODE),
     ((71, 1), 64, 64, F32, "vec", MIXED),  # more heads than rows in a pass
     ((71, 1), 64, 64, BF16, "amx", MIXED),
     ((6, 1), 96, 48, BF16, "amx", PREFILL),  # one vector of tokens at a time, and rows that fill no tile

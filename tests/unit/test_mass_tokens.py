@@ -157,7 +157,7 @@ def test_each_tokens_mass_has_the_same_bits_for_any_number_of_threads(set_thread
         assert all(torch.equal(*pair) for result in results[1:] for pair in zip(result, results[0]))
 
 
-@pytest.mark.parametrize("built", [pytest.param(True, marks=needs_extension), False])
+@needs_extension
 @pytest.mark.parametrize(
     "change,match",
     [
@@ -165,9 +165,7 @@ def test_each_tokens_mass_has_the_same_bits_for_any_number_of_threads(set_thread
         ("b.table = b.table[:, :1]", "as wide as the longest request has blocks"),
     ],
 )
-def test_too_narrow_for_tokens(monkeypatch, built, change, match):
-    if not built:
-        monkeypatch.setattr(mass, "_C_cpu", None)
+def test_too_narrow_for_tokens(change, match):
     batch = Batch([3, 1], [40, 20])
     batch.width = 40
     block_mass(batch.attention(torch.zeros(2, 2, 40), per_token=True))
@@ -212,7 +210,7 @@ def test_packs_as_vllm_does(layout, dtype):
     assert torch.equal(unpack_values(value_cache.contiguous(), layout), values)
     assert torch.equal(pack_values(values, layout), value_cache)
     layer = SimpleNamespace(isa=layout, kv_cache=cache)
-    for got, want in zip(CPUOps.read(layer, layer.kv_cache, torch.tensor([2, 0])), (keys, values)):
+    for got, want in zip(CPUOps().read(layer, layer.kv_cache, torch.tensor([2, 0])), (keys, values)):
         assert torch.equal(got, want[[2, 0]])
 
 
@@ -227,12 +225,12 @@ def test_fp8_caches_are_read_and_written_as_vllm_does(layout, name):
     scales = {"k_scale": 0.5, "v_scale": 2.0, "kv_cache_dtype": name}
     packing.write(keys, values, *halves, torch.arange(4 * 32), layout, **scales)
     held = [logical.view(4, 32, 2, 64).transpose(1, 2) for logical in (keys, values)]
-    for got, want in zip(CPUOps.read(layer, cache, torch.tensor([2, 0])), held):
+    for got, want in zip(CPUOps().read(layer, cache, torch.tensor([2, 0])), held):
         assert torch.equal(got, want[[2, 0]].float())
-    stored = CPUOps.stored_keys(cache)[[3, 1]]
-    assert torch.equal(CPUOps.as_keys(layer, stored), held[0][[3, 1]].float())
+    stored = CPUOps().stored_keys(None, cache)[[3, 1]]
+    assert torch.equal(CPUOps().as_keys(layer, stored), held[0][[3, 1]].float())
     again = torch.zeros_like(cache)
-    CPUOps.write(layer, again, torch.arange(4), *held)
+    CPUOps().write(layer, again, torch.arange(4), *held)
     again[again == 0x80] = 0  # vLLM writes no negative zeros
     assert torch.equal(again, cache)
 
@@ -241,7 +239,7 @@ def invalid(change: str, error: type, match: str):
     return pytest.param(change, error, match, id=match.replace(" ", "-"))
 
 
-@pytest.mark.parametrize("built", [pytest.param(True, marks=needs_extension), False])
+@needs_extension
 @pytest.mark.parametrize(
     "change,error,match",
     [
@@ -266,19 +264,15 @@ def invalid(change: str, error: type, match: str):
         invalid("b.num_kv_heads = 3", ValueError, "one row for each KV head or one for all"),
     ],
 )
-def test_invalid_arguments(monkeypatch, built, change, error, match):
-    if not built:
-        monkeypatch.setattr(mass, "_C_cpu", None)
+def test_invalid_arguments(change, error, match):
     batch = Batch([3, 1], [40, 20])
     exec(change, {"torch": torch}, {"b": batch})
     with pytest.raises(error, match=match):
         batch.run()
 
 
-@pytest.mark.parametrize("built", [pytest.param(True, marks=needs_extension), False])
-def test_mass_has_to_be_given(monkeypatch, built):
-    if not built:
-        monkeypatch.setattr(mass, "_C_cpu", None)
+@needs_extension
+def test_mass_has_to_be_given():
     with pytest.raises(ValueError, match="needs mass"):
         block_mass(Batch([3, 1], [40, 20]).attention(None))
 

@@ -7,9 +7,12 @@ from vllm_evict.config import KVPolicyConfig
 from vllm_evict.integration.engine.tally import Tally
 from vllm_evict.integration.frontend.metrics import PrometheusMetrics
 
+H2O = {"name": "h2o", "allow": ["full"], "audit": 0.5, "target": 0.9}
+HOST = {"name": "full", "evict": "host", "host": "1MiB"}
+
 
 @pytest.fixture
-def shown():
+def shown(request):
     """A function that records what a tally gives, and returns (counter or gauge, policy) -> value."""
     registry = CollectorRegistry()
 
@@ -19,8 +22,8 @@ def shown():
     def gauge(name, help, labels, multiprocess_mode):
         return Gauge(name, help, labels, registry=registry)
 
-    policy = {"name": "h2o", "evict": "host", "host": "1MiB", "allow": ["full"], "audit": 0.5, "target": 0.9}
-    metrics = PrometheusMetrics("m", [0], KVPolicyConfig.parse(policy), counter, gauge)
+    policy = KVPolicyConfig.parse(getattr(request, "param", H2O))
+    metrics = PrometheusMetrics("m", [0], policy, counter, gauge)
 
     def record(counts):
         metrics.record(counts, 0)
@@ -53,11 +56,12 @@ def test_policies_without_requests_are_not_sent_and_show_nothing_held(shown):
     assert shown(tally.take({"h2o": 8, "full": 0}))["blocks_resident", "full"] == 0
 
 
+@pytest.mark.parametrize("shown", [HOST], indirect=True)
 def test_host_blocks_are_sent_for_a_policy_without_requests(shown):
     tally = Tally()
-    tally.hold("h2o", used=4, block_bytes=100)
+    tally.hold("full", used=4, block_bytes=100)
     found = shown(tally.take({}))
-    assert (found["host_blocks", "h2o"], found["host_bytes", "h2o"], found["blocks_resident", "h2o"]) == (4, 400, 0)
+    assert (found["host_blocks", "full"], found["host_bytes", "full"], found["blocks_resident", "full"]) == (4, 400, 0)
 
 
 def test_audits_are_shown_by_policy_and_share_kept(shown):

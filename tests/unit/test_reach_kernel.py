@@ -25,13 +25,31 @@ def made(dtype, of_keys=key_bounds):
     written = torch.randperm(POOL + 1, generator=generator)[: ROWS * (WIDTH + 1)].view(ROWS, WIDTH + 1).int()
     rooms = torch.tensor([9, 6, 9, 8, 7], dtype=torch.int32)
     slots, out_rows = (torch.randperm(n, generator=generator)[:ROWS].int() for n in (SLOTS, ROWS))
-    known = whole(0, 7, ROWS), full, whole(0, 3, ROWS), full - whole(0, 3, ROWS), whole(3, 7, ROWS), rooms
-    rows = ReachRows(*known, slots, out_rows, torch.ones(ROWS, dtype=torch.int32), written, POOL + 1)
+    # One query, or some of drafts too, which may begin blocks.
+    counts = torch.tensor([1, 3, 1, 2, 1], dtype=torch.int32)
+    blocks = torch.minimum(full + counts, torch.tensor(WIDTH)).int()
+    known = (
+        whole(0, 5, ROWS),
+        counts,
+        full,
+        blocks,
+        whole(0, 3, ROWS),
+        full - whole(0, 3, ROWS),
+        whole(3, 7, ROWS),
+        rooms,
+    )
+    rows = ReachRows(*known, slots, out_rows, torch.ones(ROWS, dtype=torch.int32), written, POOL + 1, 3)
     keys = torch.randn(POOL + 1 + HOST, KV_HEADS, 32, DIM, generator=generator).to(dtype)
     state = [torch.full((SLOTS, ROOM), -1, dtype=torch.int32) for _ in range(3)]
     cache, host = (torch.randn(n, KV_HEADS, 16, 2 * DIM, generator=generator).to(dtype) for n in (POOL + 1, HOST))
     table = torch.zeros(SLOTS, WIDTH, dtype=torch.int32)
-    return rows, of_keys(keys), numbers, [*state, cache, table], host
+    return (
+        rows,
+        of_keys(keys),
+        numbers,
+        [*state, torch.zeros(SLOTS, WIDTH), torch.zeros(SLOTS, 3, dtype=torch.int32), cache, table],
+        host,
+    )
 
 
 @each_isa
@@ -41,23 +59,27 @@ def made(dtype, of_keys=key_bounds):
 def test_the_kernel_does_what_plain_torch_does(isa, dtype, of_keys, soft_cap, sinks):
     """Several steps: rooms keep what is read again, and the rest is written over what was read longest ago.
 
-    In odd steps two rows read what they chose before.
+    In odd steps two rows read what they chose before. From the third step on two blocks may come, and in the last two
+    steps rows choose by scores that they have.
     """
     rows, index, numbers, state, host = made(dtype, of_keys)
     states = state, [each.clone() for each in state]
-    generator, in_room = torch.Generator().manual_seed(1), 0
+    generator, counts = torch.Generator().manual_seed(1), state[4]
     for step in range(6):
         query = torch.randn(7, HEADS, DIM, generator=generator).to(dtype)
         rows.chooses[1:3] = step % 2 == 0
-        counts = []
         for how, (*places, cache, table) in zip((reach, reach_reference), states):
             table.zero_()
             args = rows, query, index, numbers, *places, cache, host, table, 0.125, soft_cap, sinks, step
-            counts.append(how(*args, isa) if how is reach else how(*args))
-        assert counts[0] == counts[1]
-        in_room += counts[0][1]
+            args = *args, 2 * (step > 1), step < 4
+            if step == 2:
+                places[4].zero_()
+            how(*args, isa) if how is reach else how(*args)
+        assert step < 2 or counts[:, 0].max() <= 2 * (step - 1)
+        torch.testing.assert_close(state[3], states[1][3])
+        states[1][3].copy_(state[3])
         assert all(torch.equal(one, other) for one, other in zip(*states))
-    assert in_room > 20
+    assert counts[:, 1].sum() > 20 and counts[:, 2].any()
 
 
 @each_isa
@@ -69,6 +91,8 @@ def test_the_kernel_does_what_plain_torch_does(isa, dtype, of_keys, soft_cap, si
         ("rooms", ROOM + 1),
         ("written", POOL + 1),
         ("queries", 7),
+        ("query_counts", 0),
+        ("blocks", WIDTH + 2),
         ("chooses", 0),
         ("slots", SLOTS),
         ("out_rows", -1),
@@ -95,9 +119,9 @@ def test_signs_keep_the_direction_of_each_key_from_its_centre():
 def test_scores_are_attention_to_the_keys_that_signs_stand_for():
     """One head and block at a time."""
     generator = torch.Generator().manual_seed(0)
-    signs, query = key_signs(torch.randn(5, 2, 16, 32, generator=generator)), torch.randn(1, 4, 32, generator=generator)
+    signs, query = key_signs(torch.randn(5, 2, 16, 32, generator=generator)), torch.randn(4, 32, generator=generator)
     keys, want = signed_keys(signs, 32), torch.zeros(5)
     for head in range(4):
-        shares = (keys[:, head // 2] @ query[0, head] * 0.2).flatten().softmax(0)
+        shares = (keys[:, head // 2] @ query[head] * 0.2).flatten().softmax(0)
         want += shares.view(5, 16).sum(1)
     torch.testing.assert_close(sign_scores(query, signs, 0.2), want)

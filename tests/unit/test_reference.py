@@ -57,7 +57,7 @@ class Served:
         self.caches = [torch.zeros(self.blocks + 1, KV_HEADS, SIZE, 2 * DIM) for _ in range(LAYERS)]
 
     def read(self, physical, values):
-        return (CPUOps.read(SimpleNamespace(isa="vec"), cache, physical, values) for cache in self.caches)
+        return (CPUOps().read(SimpleNamespace(isa="vec"), cache, physical, values) for cache in self.caches)
 
     def write(self):
         """What is computed, into the caches."""
@@ -108,7 +108,7 @@ class Served:
             query = torch.cat((torch.zeros(2, HEADS, DIM), q[first : self.computed]))
             if work is not None:
                 layer = SimpleNamespace(isa="vec", impl=SimpleNamespace(scale=DIM**-0.5))
-                work.do(LayerCall(CPUOps, layer, place, query, cache, metadata, torch.empty_like(query)))
+                work.do(LayerCall(CPUOps(), layer, place, query, cache, metadata, torch.empty_like(query)))
         (reports,) = self.runtime.end(local)
         if not due:
             return None

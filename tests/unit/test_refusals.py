@@ -60,10 +60,6 @@ MODELS = {
         ),
         "sliding-window attention in all layers",
     ),
-    "chunked attention": (
-        dict(architectures=["Llama4ForCausalLM"], model_type="llama4_text", attention_chunk_size=128, **LLAMA4),
-        "chunked-local attention",
-    ),
     "sparse MLA": (
         dict(
             architectures=["DeepseekV32ForCausalLM"],
@@ -175,18 +171,18 @@ def test_what_cannot_be_served_beside_states_is_refused_by_name(tmp_path, what):
     engine_config(hybrid, H2O)
 
 
-@pytest.mark.parametrize(
-    "field, why", [("context", "states keep the positions"), ("evict", "can't compute tokens again")]
-)
-def test_states_have_no_way_back(tmp_path, field, why):
-    """Keys may turn and tokens be computed again, but no state forgets what it has seen."""
-    policy = {**H2O, **({"context": "model"} if field == "context" else {"evict": "host", "host": "1MiB"})}
-    with pytest.raises(KVPolicyError, match=f"{why}.*: (leave context out|set evict: drop)"):
-        engine_config(with_config(tmp_path, **JAMBA), policy, max_num_batched_tokens=256)
+def test_states_have_no_way_back(tmp_path):
+    """Keys may turn, but no state forgets what it has seen."""
+    with pytest.raises(KVPolicyError, match="states keep the positions.*: leave context out"):
+        engine_config(with_config(tmp_path, **JAMBA), {**H2O, "context": "model"}, max_num_batched_tokens=256)
 
 
 UNTRIED = {
-    "select and Mamba, .*": ({"name": "keydiff", "select": 256}, {}, "leave select out"),
+    "dense_layers or a list of leaders and Mamba, .*": (
+        {"name": "keydiff", "read": 256, "dense_layers": 1},
+        {},
+        "leave dense_layers and leaders out",
+    ),
 }
 
 
@@ -209,7 +205,7 @@ def test_no_context_with_positions_of_several_dimensions(tmp_path):
 def test_no_context_beside_sliding_windows(tmp_path):
     """Some models (Cohere2, EXAONE 4) turn keys in layers with windows only, and have the embedding in all."""
     windows = with_config(tmp_path, sliding_window=64, layer_types=["sliding_attention", "full_attention"])
-    with pytest.raises(KVPolicyError, match="only layers with windows may have positions: leave context out"):
+    with pytest.raises(KVPolicyError, match="only these layers may have positions: leave context out"):
         engine_config(windows, {**H2O, "context": "model"}, max_num_batched_tokens=256)
 
 
@@ -241,9 +237,9 @@ SETTINGS = {
         dict(speculative_config={**NGRAM, "num_speculative_tokens": 32}, block_size=32),
         '"num_speculative_tokens" in --speculative-config to less than 32',
     ),
-    "evict: host and speculative decoding": (
-        dict(policy={**H2O, "evict": "host", "host": "1MiB"}, speculative_config=NGRAM),
-        "set evict: drop",
+    "read and speculative decoding": (
+        dict(policy={"name": "full", "read": 1024}, speculative_config=NGRAM),
+        "leave read out",
     ),
     "encoder-cache connector": (
         dict(ec_transfer_config={"ec_connector": "ExampleConnector", "ec_role": "ec_both"}),
@@ -292,7 +288,7 @@ CONNECTORS = {
         connected(kv_connector_extra_config={"bidirectional_kv_xfer": True}),
         "leave bidirectional_kv_xfer out",
     ),
-    "evict: host": ({**H2O, "evict": "host", "recall": "quest", "host": 1 << 30}, connected(), "set evict: drop"),
+    "evict: host": ({"name": "full", "evict": "host", "host": 1 << 30}, connected(), "set evict: drop"),
     "a context": ({**H2O, "context": "model"}, connected(), "leave context out"),
     "kvzip": ({**H2O, "allow": ["kvzip"]}, connected(), "leave kvzip out"),
     "puts heads into pages": (
@@ -339,11 +335,15 @@ def test_a_server_that_only_prefills_is_vllms_own(tiny, tmp_path, monkeypatch):
     """Whatever the policy and the model are: it evicts nothing, and one line says so."""
     alibi, said = with_config(tmp_path, **JAMBA), []
     monkeypatch.setattr(activation.logger, "info", lambda *args: said.append(args[0] % args[1:]))
-    for model, policy in ((tiny, H2O), (tiny, "sink-window"), (alibi, {**H2O, "evict": "host", "host": "1MiB"})):
+    for model, policy in (
+        (tiny, H2O),
+        (tiny, "sink-window"),
+        (alibi, {"name": "full", "evict": "host", "host": "1MiB"}),
+    ):
         config = engine_config(model, policy, **connected(role="kv_producer"))
         assert config.scheduler_config.scheduler_cls is None
         assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
-    assert [f"KV policy {name}: {connectors.PREFILLS}" for name in ("h2o", "sink-window", "h2o")] == said
+    assert [f"KV policy {name}: {connectors.PREFILLS}" for name in ("h2o", "sink-window", "full")] == said
 
 
 def test_an_instruction_that_the_model_does_not_know_is_refused_at_start(tiny):

@@ -58,7 +58,10 @@ def plain_config(**changes):
             block_size=16,
         ),
         scheduler_config=SimpleNamespace(
-            scheduler_cls=None, disable_hybrid_kv_cache_manager=False, async_scheduling=False
+            scheduler_cls=None,
+            disable_hybrid_kv_cache_manager=False,
+            async_scheduling=False,
+            long_prefill_token_threshold=0,
         ),
         device_config=SimpleNamespace(device_type="cpu"),
         attention_config=SimpleNamespace(backend=None, backend_per_kind={}),
@@ -96,14 +99,10 @@ NOT_ON_A_CPU = {
     "vLLM's older Ray executor, which runs steps past the worker: unset VLLM_USE_RAY_V2_EXECUTOR_BACKEND": dict(
         parallel_config__distributed_executor_backend=type("Own", (RayDistributedExecutor,), {})
     ),
-    "non-causal attention over images: set --language-model-only": dict(model_config__is_mm_prefix_lm=True),
     "models with non-causal attention": dict(model_config__is_diffusion=True),
     "sparse attention (DSA), whose indexer": dict(model_config__hf_text_config=SimpleNamespace(index_topk=2048)),
     "compressed sparse attention (CSA)": dict(model_config__hf_text_config=SimpleNamespace(compress_ratios=[4])),
     "block-sparse attention (MSA)": dict(model_config__hf_text_config=SimpleNamespace(sparse_attention_config={})),
-    "keys of 192 and values of 128 dimensions": dict(
-        model_config__hf_text_config=SimpleNamespace(head_dim=192, v_head_dim=128)
-    ),
     "the attention backend FLASH_ATTN: set --attention-backend to one on": dict(
         model_config__use_mla=True, attention_config__backend=AttentionBackendEnum.FLASH_ATTN
     ),
@@ -150,7 +149,7 @@ def test_drafts_by_token_stand_beside_full_attention_alone():
         refuse.check_config(served, by_token)
 
 
-@pytest.mark.parametrize("method", ["ngram_gpu", "dflash"])
+@pytest.mark.parametrize("method", ["ngram_gpu", "dflash", "dspark"])
 def test_some_methods_are_served_on_model_runner_v2_alone(method):
     served, h2o = plain_config(scheduler_config__async_scheduling=False), KVPolicyConfig.parse(H2O)
     served.speculative_config = drafts = SimpleNamespace(
@@ -163,7 +162,7 @@ def test_some_methods_are_served_on_model_runner_v2_alone(method):
     refuse.check_config(served, h2o)
     drafts.method = "medusa"
     with pytest.raises(
-        KVPolicyError, match="by 'medusa': set .method.* to one of ngram, eagle, .*, ngram_gpu, dflash, or"
+        KVPolicyError, match="by 'medusa': set .method.* to one of ngram, eagle, .*, ngram_gpu, dflash, dspark, or"
     ):
         refuse.check_config(served, h2o)
     served.use_v2_model_runner = False
@@ -174,7 +173,7 @@ def test_some_methods_are_served_on_model_runner_v2_alone(method):
 
 
 def test_the_way_out_of_drafts_on_model_runner_v2_before_they_are_served_there(monkeypatch):
-    monkeypatch.setattr("vllm_evict.integration.start.fallback.drafts_on_v2", lambda: False)
+    monkeypatch.setattr("vllm_evict.integration.start.fallback.serves_on_v2", lambda: False)
     served = plain_config()
     served.use_v2_model_runner = True
     served.speculative_config = drafts = SimpleNamespace(
@@ -187,24 +186,29 @@ def test_the_way_out_of_drafts_on_model_runner_v2_before_they_are_served_there(m
         refuse.check_config(served, KVPolicyConfig.parse(H2O))
 
 
-def test_no_selection_on_a_gpu_or_beside_other_layers():
-    config = KVPolicyConfig.parse({"name": "sink-window", "select": 1024, "allow": []})
-    refuse.check_config(plain_config(), config)
+def test_layers_read_alike_on_a_gpu_and_beside_other_layers():
+    fields = {"name": "sink-window", "read": 1024, "allow": []}
+    unlike = KVPolicyConfig.parse({**fields, "leaders": [0, 2]})
+    refuse.check_config(plain_config(), unlike)
     windows = {"model_config__hf_text_config": SimpleNamespace(layer_types=["sliding_attention", "full_attention"])}
     windows["model_config__get_sliding_window"] = lambda: 64
+    cuda = {"device_config__device_type": "cuda"}
     for what, changes in (
-        ("select and a GPU, where no kernel selects blocks yet", {"device_config__device_type": "cuda"}),
-        ("select and sliding-window attention", windows),
-        ("select and Mamba", {"model_config__is_hybrid": True}),
+        ("a GPU, whose kernels have one length for all layers", cuda),
+        ("sliding-window attention", windows),
+        ("Mamba", {"model_config__is_hybrid": True}),
     ):
-        with pytest.raises(KVPolicyError, match=f"can't be used with {what}.*: leave select out"):
-            refuse.check_config(plain_config(**changes), config)
+        refuse.check_config(plain_config(**changes), KVPolicyConfig.parse(fields))
+        with pytest.raises(KVPolicyError, match=f"dense_layers or a list of leaders .* {what}.*: leave dense_layers"):
+            refuse.check_config(plain_config(**changes), unlike)
+    with pytest.raises(KVPolicyError, match="read under a policy that scores .* a GPU.*: set read under full"):
+        refuse.check_config(plain_config(**cuda), KVPolicyConfig.parse({"name": "keydiff", "read": 1024}))
 
 
 def test_what_several_ranks_serve():
-    tier = {"name": "h2o", "evict": "host", "host": "1MiB", "recall": "quest"}
-    duo = {"name": "duo", "pattern": ["01"], "retrieval": {"name": "full", "select": 1024}}
-    for policy in (tier, {"name": "sink-window", "select": 1024, "allow": []}, duo):
+    tier = {"name": "full", "evict": "host", "host": "1MiB"}
+    duo = {"name": "duo", "pattern": ["01"], "retrieval": {"name": "full", "read": 1024}}
+    for policy in (tier, {"name": "sink-window", "read": 1024, "allow": []}, duo):
         config = plain_config(parallel_config__tensor_parallel_size=2)
         refuse.check_config(config, KVPolicyConfig.parse(policy))
 
@@ -289,7 +293,7 @@ CUDA = {"device_config__device_type": "cuda"}
 UNSCORED = {
     "KV cache dtype 'nvfp4'": {**CUDA, "cache_config__cache_dtype": "nvfp4"},
     "KV cache dtypes that differ between layers": {**CUDA, "cache_config__kv_cache_dtype_skip_layers": ["0"]},
-    "heads of 512 dimensions": {**CUDA, "model_config__hf_text_config": SimpleNamespace(global_head_dim=512)},
+    "heads of 528 dimensions": {**CUDA, "model_config__hf_text_config": SimpleNamespace(global_head_dim=528)},
     "heads of 8 dimensions": {**CUDA, "model_config__get_head_size": lambda: 8},
 }
 
@@ -316,16 +320,15 @@ def test_what_nobody_asked_for_refuses_no_server(monkeypatch, what):
     assert not lines
 
 
-def test_gemma_4s_full_attention_has_heads_that_no_kernel_scores_on_a_gpu():
-    """The configuration of another layer has 256 dimensions. Plain sink-window starts; on a CPU all policies do."""
+def test_gemma_4s_full_attention_has_heads_that_no_kernel_decodes_on_a_gpu():
+    """The configuration of another layer has 256 dimensions. Policies for whole layers start; on a CPU others do too."""
     kinds = ["sliding_attention", "full_attention"]
     text = AutoConfig.for_model("gemma4_text", num_hidden_layers=2, layer_types=kinds)
     plain = {"model_config__hf_text_config": text, "model_config__get_head_size": lambda: 256}
-    policy = KVPolicyConfig.parse("sink-window")
-    assert "h2o" not in refuse.check_config(plain_config(**plain, **CUDA), policy).allowed
-    assert refuse.check_config(plain_config(**plain), policy) is policy
-    with pytest.raises(KVPolicyError, match="heads of 512 dimensions, of which the plugin's kernels read 16 to 256"):
-        refuse.check_config(plain_config(**plain, **CUDA), KVPolicyConfig.parse("h2o"))
+    policy = KVPolicyConfig.parse("h2o")
+    assert refuse.check_config(plain_config(**plain, **CUDA), policy) is policy
+    with pytest.raises(KVPolicyError, match="heads of 512 dimensions, .* while the plugin's kernels decode 16 to 256"):
+        refuse.check_config(plain_config(**plain, **CUDA), KVPolicyConfig.parse({"name": "duo", "pattern": ["10"]}))
 
 
 def test_a_server_that_can_run_all_policies_leaves_the_default_alone():

@@ -71,6 +71,17 @@ def test_a_hybrid_on_flashinfer_is_refused_on_older_releases_before_it_is_loaded
     refuse.check_config(config, KVPolicyConfig.parse(H2O))
 
 
+def test_layers_do_not_reach_blocks_that_kernels_split(monkeypatch):
+    """vLLM takes FlashInfer on Blackwell by itself."""
+    on_gpu(monkeypatch, (10, 0), FLASHINFER=([], FEW), FLASH_ATTN=([], MANY), TRITON_ATTN=([], MANY))
+    config = plain_config(device_config__device_type="cuda")
+    policy = KVPolicyConfig.parse({"name": "full", "evict": "host", "host": 1 << 30})
+    refuse.check_config(config, policy)
+    config.model_config.is_hybrid = True
+    with pytest.raises(KVPolicyError, match="FLASHINFER beside states, .*: set .* to FLASH_ATTN or TRITON_ATTN"):
+        refuse.check_config(config, policy)
+
+
 def test_what_vllm_would_choose_is_refused_with_what_runs_on_the_gpu(monkeypatch):
     config, h2o = plain_config(device_config__device_type="cuda"), KVPolicyConfig.parse(H2O)
     why = ["compute capability not supported"]
@@ -130,13 +141,13 @@ def test_a_served_backend_takes_the_place_of_vllms_own_choice(monkeypatch):
     assert chosen(h2o, use_mla=True)[0] == {"mla_attention": AttentionBackendEnum.TRITON_MLA}
 
 
-@pytest.mark.parametrize("size, served", [(8, False), (16, True), (256, True), (512, False)])
+@pytest.mark.parametrize("size, served", [(8, False), (16, True), (512, True), (528, False)])
 def test_sizes_of_heads_that_kernels_cannot_read_are_refused_before_anything_is_loaded(size, served):
     config = plain_config(device_config__device_type="cuda", model_config__get_head_size=lambda: size)
     gemma4 = plain_config(device_config__device_type="cuda", model_config__get_head_size=lambda: min(size, 64))
     gemma4.model_config.hf_text_config = SimpleNamespace(head_dim=64, global_head_dim=size)
     for each in (config, gemma4):
-        with nullcontext() if served else pytest.raises(KVPolicyError, match=f"heads of {size} dim.*16 to 256.*sink-w"):
+        with nullcontext() if served else pytest.raises(KVPolicyError, match=f"heads of {size} dim.*16 to 512.*sink-w"):
             refuse.check_config(each, KVPolicyConfig.parse(H2O))
         refuse.check_config(each, KVPolicyConfig.parse(UNMEASURED))
     config.device_config.device_type = "cpu"

@@ -28,7 +28,7 @@ STAGED = {
         "-size, or leave context out",
     ),
     "evict: host and pipeline": ({**H2O, "evict": "host", "host": "1MiB"}, {}, {}, "-size, or set evict: drop"),
-    "select and pipeline": ({"name": "sink-window", "select": 1024, "allow": []}, {}, {}, "-size, or leave select out"),
+    "read and pipeline": ({"name": "sink-window", "read": 1024, "allow": []}, {}, {}, "-size, or leave read out"),
     "sliding-window attention beside full attention and pipeline parallelism, where vLLM groups layers over all stages": (
         H2O,
         {},
@@ -60,11 +60,8 @@ def test_stages_on_runners_and_launchers_that_no_test_runs_are_refused():
     with pytest.raises(KVPolicyError, match=r"multi-head latent attention \(MLA\) and pipeline parallelism.*: use"):
         refuse.check_config(config, KVPolicyConfig.parse(H2O))
     config.model_config.use_mla, config.use_v2_model_runner = False, True
-    with pytest.raises(
-        KVPolicyError, match="Model Runner V2 and pipeline parallelism.*: use .*, or set VLLM_USE_V2_MODEL_RUNNER=0"
-    ):
-        refuse.check_config(config, KVPolicyConfig.parse(H2O))
-    config.use_v2_model_runner, config.parallel_config.distributed_executor_backend = False, "external_launcher"
+    refuse.check_config(config, KVPolicyConfig.parse(H2O))
+    config.parallel_config.distributed_executor_backend = "external_launcher"
     config.parallel_config.data_parallel_size = 1
     with pytest.raises(
         KVPolicyError,
@@ -73,12 +70,18 @@ def test_stages_on_runners_and_launchers_that_no_test_runs_are_refused():
         refuse.check_config(config, KVPolicyConfig.parse(H2O))
 
 
+def test_a_stage_without_layers_is_refused(tiny, monkeypatch):
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "2,0")
+    message = refusal(engine_config, tiny, pipeline_parallel_size=2)
+    assert "a stage of the pipeline without layers, which no test runs: set VLLM_PP_LAYER_PARTITION to a lay" in message
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "1,1")
+    engine_config(tiny, pipeline_parallel_size=2)
+
+
 @pytest.mark.since("0.31", "its Model Runner V1 has stages under async scheduling")
-@pytest.mark.parametrize("runner", [None, "0"])
-def test_async_scheduling_asked_for_beside_stages_is_refused_by_name(tiny, monkeypatch, async_stays, runner):
-    """Stages run on Model Runner V1, where vLLM lacks async scheduling; by itself vLLM leaves it out."""
-    if runner is not None:
-        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+def test_async_scheduling_asked_for_beside_stages_is_refused_by_name(tiny, monkeypatch, async_stays):
+    """Before vLLM 0.32 stages run on Model Runner V1, where vLLM lacks async scheduling; by itself vLLM leaves it out."""
+    monkeypatch.setattr(fallback, "serves_on_v2", lambda: False)
     message = refusal(engine_config, tiny, pipeline_parallel_size=2, async_scheduling=True)
     assert message == (
         "pipeline parallelism under a KV policy got pipeline parallelism with async scheduling; expected Model Runner "
@@ -91,19 +94,20 @@ def test_what_needs_the_other_runner_is_named_where_v1_is_needed(monkeypatch):
     """vLLM takes Model Runner V2 for a watermark, whatever VLLM_USE_V2_MODEL_RUNNER says."""
     config = plain_config(scheduler_config__async_scheduling=True)
     config.use_v2_model_runner, config.additional_config = True, {}
+    monkeypatch.setattr(fallback, "version", lambda _: "0.31.0")
 
     def refused(message):
         with pytest.raises(KVPolicyError, match=message):
             refuse.check_config(config, KVPolicyConfig.parse(H2O))
 
     config.parallel_config.pipeline_parallel_size = 2
-    refused("Model Runner V2 and .*: use --tensor.*, or set VLLM_USE_V2_MODEL_RUNNER=0, leave --async-scheduling out")
+    refused(
+        "Model Runner V2 .* and .*: use --tensor.*, or set VLLM_USE_V2_MODEL_RUNNER=0, leave --async-scheduling out"
+    )
     config.watermark_config = object()
-    refused("Model Runner V2 and .*, or leave --watermark-config out, which needs")
+    refused("Model Runner V2 .* and .*, or leave --watermark-config out, which needs")
     config.watermark_config, config.parallel_config.pipeline_parallel_size = None, 1
     config.speculative_config = SimpleNamespace(method="ngram", num_speculative_tokens=3, parallel_drafting=False)
-    refuse.check_config(config, KVPolicyConfig.parse(H2O))
-    monkeypatch.setattr(fallback, "version", lambda _: "0.31.0")
     refused(
         "by 'ngram' on Model Runner V2, which no test runs: set VLLM_USE_V2_MODEL_RUNNER=0, or leave --kv-policy out"
     )

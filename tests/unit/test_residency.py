@@ -13,7 +13,7 @@ from vllm_evict.core.blocks import RequestBlocks, RequestState
 from vllm_evict.core.mechanisms import Budget
 from vllm_evict.core.mechanisms.base import Due
 from vllm_evict.core.plan import EvictionPlan, Report
-from vllm_evict.core.residence import Offloaded, Residence, Where
+from vllm_evict.core.residence import Residence, Where
 
 BLOCK = 16
 
@@ -213,17 +213,6 @@ def test_tokens_in_flight_are_not_decided_on():
     assert subject.residence.known == 5
 
 
-@pytest.mark.parametrize(
-    "holes, first", [([], 0), ([0], 1), ([1, 2, 3], 4), ([2, 5], 6), ([1, 8], 9), ([9], 10), ([4, 9, 3], 10)]
-)
-def test_what_may_be_computed_again_begins_behind_the_last_hole(holes, first):
-    resident = residency()
-    resident.residence.before(10 * BLOCK)
-    resident.evict(np.array(sorted(holes), np.int64), 10 * BLOCK)
-    assert resident.residence.unbroken(10 * BLOCK) == first * BLOCK
-    assert resident.residence.unbroken(10 * BLOCK - 3) == first * BLOCK  # the last block is begun
-
-
 def test_blocks_of_tokens_that_are_computed_again_are_not_reported_yet():
     resident = residency()
     resident.residence.before(10 * BLOCK)
@@ -276,27 +265,22 @@ def test_mean_divides_by_age():
     assert residency(budget=64, accumulate="mean", recent=16).choose(80, report(range(5), mass)).tolist() == [0]
 
 
-@given(st.lists(st.tuples(st.sampled_from(["grow", "leave", "offload", "return"]), st.integers(0, 30)), max_size=40))
+@given(st.lists(st.tuples(st.sampled_from(["grow", "leave", "unload"]), st.integers(0, 30)), max_size=40))
 def test_each_block_is_in_one_place(steps):
-    """Against a dict of places: blocks leave the pool, to the host or for good, and come back from the host alone."""
+    """Against a dict of places: blocks leave the pool, to the host or for good."""
     residence, places = Residence(BLOCK), {}
     for step, at in steps:
         if step == "grow":
             residence.learn((residence.known + 1) * BLOCK - at % BLOCK)
             places[len(places)] = Where.POOL
             continue
-        before = Where.HOST if step == "return" else Where.POOL
-        if not (those := [block for block, where in places.items() if where is before]):
+        if not (those := [block for block, where in places.items() if where is Where.POOL]):
             continue
         block = those[at % len(those)]
-        places[block] = {"leave": Where.GONE, "offload": Where.HOST, "return": Where.POOL}[step]
-        if step == "return":
-            residence.come_back(np.array([block]))
-            del residence.host[block]
-        else:
-            residence.leave(np.array([block]))
-            if step == "offload":
-                residence.host[block] = Offloaded(block)
+        places[block] = {"leave": Where.GONE, "unload": Where.HOST}[step]
+        residence.leave(np.array([block]))
+        if step == "unload":
+            residence.host[block] = block
     assert {block: residence.where(block) for block in places} == places
     assert residence.known == len(places) and residence.holes == sum(each is not Where.POOL for each in places.values())
     assert residence.where(residence.known) is Where.POOL  # it is new

@@ -8,10 +8,11 @@ import torch
 from ..core.plan import Report, Reports
 from ..policies import CACHED
 from .kernels.keys import key_scores
-from .needs import AT_A_TIME, OF_DIMENSION, Needs, Sizes
+from .needs import AT_A_TIME, OF_DIMENSION, Needs
 from .parts import AllReduce
 from .probes import Probe
 from .reduction import Reduction
+from .shape import Shape
 from .step_batch import Row
 from .transfer import to_device, to_host
 
@@ -46,8 +47,8 @@ class CachedStatistics(Probe):
             for req_id, report in self.report(asked, rows, all_reduce).items():
                 reports.setdefault(req_id, report).statistics.update(report.statistics)
 
-    def needs(self, sizes: Sizes) -> Needs:
-        return Needs(between=sizes.keys * (2 * sizes.itemsize + OF_DIMENSION) + AT_A_TIME)
+    def needs(self, shape: Shape) -> Needs:
+        return Needs(between=shape.keys * (2 * shape.itemsize + OF_DIMENSION) + AT_A_TIME)
 
     def report(
         self,

@@ -13,8 +13,9 @@ from .cached import OF_VALUES
 from .holes import Start
 from .kernels.keys import token_scores
 from .merge import Merger
-from .needs import AT_A_TIME, OF_DIMENSION, Needs, Sizes
+from .needs import AT_A_TIME, OF_DIMENSION, Needs
 from .parts import AllReduce, Mover
+from .shape import Shape
 from .store import Store
 from .transfer import fetched, to_device
 
@@ -78,11 +79,11 @@ class Compactor(Mover):
             judge = self._judges.get(each.config.policy.reconstructs)
             compact(each, self._store, judge, self._block_size, merger, all_reduce, self._device)
 
-    def needs(self, sizes: Sizes) -> Needs:
-        decision = sizes.layers * sizes.tokens * OF_CANDIDATE + AT_A_TIME
+    def needs(self, shape: Shape) -> Needs:
+        decision = shape.layers * shape.tokens * OF_CANDIDATE + AT_A_TIME
         if self._merges:
-            decision += sizes.layers * sizes.keys * 8  # kept keys and values of all layers
-        return Needs(between=decision + sizes.keys * (2 * sizes.itemsize + OF_DIMENSION))
+            decision += shape.layers * shape.keys * 8  # kept keys and values of all layers
+        return Needs(between=decision + shape.keys * (2 * shape.itemsize + OF_DIMENSION))
 
 
 def compact(
@@ -109,7 +110,7 @@ def compact(
     """
     device = torch.device(device)
     first, count = plan.first * block_size, plan.count * block_size
-    resident, target = (to_device(np.array(blocks, np.int64), device) for blocks in (plan.resident, plan.target))
+    resident, target = (to_device(np.array(blocks, np.int64), device) for blocks in (plan.source, plan.target))
     judge = judge if plan.config.policy.measures & RUNNING else None
     judged = None if judge is None else judge.judged(plan.req_id, plan.position, plan.judged)
     scores = _importance(plan, store, judged, resident, slice(first, first + count))
@@ -119,7 +120,7 @@ def compact(
     keep = [_kept(layer, len(plan.target) * block_size) for layer in scores]
     source = slice(plan.first, plan.first + plan.count)
     merged = _merged(plan, store, merger, resident[source], scores, keep) if plan.config.merge else []
-    on_host = (torch.tensor(blocks, dtype=torch.int32) for blocks in (plan.resident[source], plan.target))
+    on_host = (torch.tensor(blocks, dtype=torch.int32) for blocks in (plan.source[source], plan.target))
     store.compact(next(on_host), [layer.int() for layer in keep], next(on_host))
     for layer, (keys, values) in enumerate(merged):
         store.write(layer, target, *(_in_blocks(x, block_size) for x in (keys, values)))

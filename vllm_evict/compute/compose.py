@@ -7,7 +7,7 @@ from ..policies import CACHED, QUERIED, RUNNING
 from .cached import CachedStatistics
 from .compaction import Compactor, Judge
 from .holes import Holes
-from .looks import LastQuery, Looks
+from .last_query import LastQuery
 from .mass import BlockMass, TokenMass
 from .offload import Offload
 from .originals import Originals
@@ -15,7 +15,7 @@ from .parts import Mover
 from .probes import Probe
 from .prompts import PromptScores
 from .reach import Reach
-from .select import Selection
+from .read import Read
 from .shape import Shape
 from .source import Source
 from .store import Store
@@ -47,7 +47,7 @@ def compose(config: KVPolicyConfig, shape: Shape, store: Store, holes: Holes) ->
         holes: of the group.
     """
     size, device, by_token = shape.block_size, shape.device, config.granularity == "token"
-    source = Selection(config, size, shape.of_places, store, device) if config.select else Source()
+    source = Read(config, shape, store) if config.sparse else Source()
     source = Reach(config, shape, store) if config.reaches else source
     probes: list[Probe] = []
     movers: list[Mover] = []
@@ -55,7 +55,9 @@ def compose(config: KVPolicyConfig, shape: Shape, store: Store, holes: Holes) ->
     if config.statistics & RUNNING:
         sizes, reduced = (shape.kv_heads, shape.layers, shape.max_blocks, size), (config.heads, config.layers)
         sums = RunningSums(shape.max_requests, *sizes, *reduced, device, shape.of_layers)
-        tests, tests_in_graphs = "pivots" in config.statistics, "pivots" in config.policy.measures
+        tests = "pivots" in config.statistics
+        # A graph tests rows of one query.
+        tests_in_graphs = "pivots" in config.policy.measures and shape.graph_queries == 1
         probes.append(BlockMass(sums, tests, tests_in_graphs, in_graphs=not by_token))
     if config.audit and not by_token:
         # Shadows of answers, one at a time.
@@ -73,14 +75,10 @@ def compose(config: KVPolicyConfig, shape: Shape, store: Store, holes: Holes) ->
         probes.append(CachedStatistics(store.read, shape.of_layers, config.heads, config.layers))
     if config.statistics & QUERIED:
         probes.append(LastQuery(device))
-    if config.evict == "host":
-        bounds = None if config.recall == "none" else config.recall_bounds
-        offload = Offload(store, holes, source, bounds, device)
-        movers.append(offload)
-        if isinstance(source, Reach):
-            source.host = offload
-        else:
-            probes.append(Looks(offload, device))
+    if config.reaches:
+        assert isinstance(source, Reach)
+        source.host = Offload(store, source, device)
+        movers.append(source.host)
     if config.context is not None:
         movers.append(Originals(store, holes, size, shape.held_blocks, device))
     if by_token:

@@ -1,4 +1,4 @@
-"""Full CUDA graphs of decode steps: the kernel that attends in a graph, and the rows that the graph reads.
+"""Full CUDA graphs of decode steps: what attends and measures in a graph, and the rows that the graph reads.
 
 A graph replays captured launches on the memory of the capture. Tables, lengths, weights and mass therefore keep their
 addresses from step to step, and the host fills them before each replay. Probes have their own such memory.
@@ -13,12 +13,14 @@ from .transfer import to_device
 
 
 class Attends(Enum):
-    """The kernel that attends to all requests of a full graph."""
+    """What attends to all requests of a full graph."""
 
-    #: The backend's kernel, through the view. It measures nothing.
+    #: The backend's kernel, through the view. Nothing is measured.
     STOCK = "stock"
-    #: The plugin's kernel, which computes output and mass in one read.
+    #: The plugin's kernel, which computes output and mass in one read. Each request has one query.
     OWN = "own"
+    #: The backend's kernel, through the view. Kernels of the plugin measure mass beside it.
+    BESIDE = "beside"
 
 
 class GraphRows:

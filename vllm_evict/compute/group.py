@@ -1,17 +1,18 @@
 """State of one KV group on a worker: its holes, its view, and its parts (see `compose`)."""
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..config import KVPolicyConfig
-from ..core.plan import GroupPlan, Reports, Trouble
+from ..core.plan import GroupPlan, Reports
 from .batch import Batch
 from .compose import compose
 from .graphs import Attends, GraphRows
 from .holes import Holes
+from .images import with_ranges
 from .parts import AllReduce, Part, Room
 from .probes import StepProbe
 from .shape import Shape
@@ -64,16 +65,21 @@ class GroupRuntime:
         return self.holes.of_request
 
     @property
+    def has_view(self) -> bool:
+        """Whether layers may read another table than vLLM's."""
+        return bool(self.with_holes) or self.source.writes
+
+    @property
     def measured(self) -> set[str]:
         """Requests whose attention is measured."""
         return set().union(*(probe.measured for probe in self.probes))
 
     def fits_graphs(self, requests: Set[str]) -> bool:
         """Return whether a full graph can do all that a decode step of these requests does."""
-        return self.source.reads_all and all(probe.fits_graph(requests) for probe in self.probes)
+        return self.source.fits_graph(requests) and all(probe.fits_graph(requests) for probe in self.probes)
 
     def fits_memory(self, lengths: Mapping[str, int]) -> bool:
-        """Return whether resident tokens of requests (request -> length with holes) fit into `Attends.OWN` graphs."""
+        """Return whether resident tokens of requests (request -> length with holes) fit into graphs that measure."""
         room, holes = self.shape.graph_tokens, self.holes
         return all(
             length <= room or length - holes.count(req_id) * self.block_size <= room
@@ -90,12 +96,13 @@ class GroupRuntime:
         self.parts = [part for part in self.parts if type(part) is not kind]
 
     def reserve(self, in_graphs: bool = True) -> None:
-        """Allocate the memory of views and of `Attends.OWN` graphs, once."""
+        """Allocate the memory of views and of graphs that measure, once."""
         self.views.memory(self)
         if in_graphs:
             self.graph_rows.reserve()
             for probe in self.probes:
-                probe.reserve(self.shape.max_requests, self.shape.graph_tokens // self.block_size)
+                blocks = self.shape.graph_tokens // self.block_size
+                probe.reserve(self.shape.max_requests, blocks, self.shape.graph_queries)
 
     def allocate(self, room: Room) -> None:
         """Allocate memory that depends on the pool."""
@@ -109,14 +116,14 @@ class GroupRuntime:
         for part in self.parts:
             part.begin(start)
 
-    def changes(self) -> Iterator[tuple[str, dict[int, int]]]:
+    def changes(self) -> Iterable[tuple[str, dict[int, int]]]:
         """Yield requests whose tables change with this step, and {logical block: physical block, or `HOLE`}."""
-        return self.holes.changes(self._plan)
+        return self._plan.changes.items()
 
-    def obey(self, orders: Sequence[Any], all_reduce: AllReduce) -> Trouble | None:
+    def obey(self, orders: Sequence[Any], all_reduce: AllReduce) -> None:
         """Carry out orders of one kind (see `parts.Mover.obey`)."""
         (mover,) = (mover for mover in self.movers if mover.kind is type(orders[0]))
-        return mover.obey(orders, all_reduce)
+        mover.obey(orders, all_reduce)
 
     def obeyed(self) -> None:
         """Hear that all orders of the step are carried out."""
@@ -151,10 +158,9 @@ class GroupRuntime:
         if self.batch.graph is Attends.STOCK:
             return with_table(metadata, table, lens), None
         lens.clamp_(max=self.shape.graph_tokens)  # lengths of dummy steps may exceed it
-        self.graph_rows.use(rows)
         made = [step for probe in self.probes if (step := probe.captured(rows, lens)) is not None]
-        metadata = with_table(metadata, table, lens, longest=self.shape.graph_tokens)
-        return metadata, StepWork.of_graph(made, self.graph_rows.rows[:rows], lens)
+        longest = self.shape.graph_tokens if self.batch.graph is Attends.OWN else None
+        return with_table(metadata, table, lens, longest=longest), self._graph_work(made, rows, rows, lens)
 
     def _graph_view(self, metadata: Any) -> tuple[Any, StepWork | None]:
         """`_view` of a step that replays a full graph. Fills all memory that the graph reads; rows may be padding."""
@@ -162,13 +168,25 @@ class GroupRuntime:
         batch = StepBatch(self.batch, self._plan, self.holes, metadata, in_graph=True)
         view = self.views.of(self, metadata)
         batch.see(*view.of_rows(live), self.block_size)
+        self.source.replays(batch)
         self._rows, padded = batch.rows, np.zeros(rows, np.int32)
         padded[:live] = batch.resident_tokens
         metadata = with_table(metadata, view.table, view.lens, padded, batch.longest)
         if self.batch.graph is Attends.STOCK:
             return metadata, None
+        return metadata, self._graph_work(self._measured(batch), rows, live, view.lens)
+
+    def _graph_work(self, steps: list[StepProbe], rows: int, live: int, lens: torch.Tensor) -> StepWork:
+        """Return the work of a full graph of `rows` requests, all but `live` of them padding.
+
+        Args:
+            steps: what probes do in each layer.
+            lens: int32 [rows], resident tokens.
+        """
+        if self.batch.graph is Attends.BESIDE:
+            return StepWork(steps, NO_ROWS, np.ones(rows, np.int32), lens)
         self.graph_rows.use(live)
-        return metadata, StepWork.of_graph(self._measured(batch), self.graph_rows.rows[:rows], view.lens)
+        return StepWork.of_graph(steps, self.graph_rows.rows[:rows], lens)
 
     def _view(self, metadata: Any) -> tuple[Any, StepWork | None]:
         works = self.batch.own or self._plan.report or not self.source.reads_all
@@ -176,13 +194,14 @@ class GroupRuntime:
         if not works and not self.with_holes:
             return metadata, None
         batch = StepBatch(self.batch, self._plan, self.holes, metadata)
-        if self.with_holes:
+        if self.has_view:
             table, lens, logical = self.views.of(self, metadata)
             self.source.complete(batch, table, lens)
+            metadata = self._with_ranges(metadata)
         else:
             table, lens = metadata.block_table_tensor, metadata.seq_lens[: len(batch.req_ids)]
             logical = self.identity.expand(len(batch.req_ids), -1)
-        longest = batch.longest if self.with_holes else None
+        longest = batch.longest if self.has_view else None
         if not works:
             return with_table(metadata, table, lens, batch.resident_tokens, longest), None
         batch.see(table, lens, logical, self.block_size)
@@ -196,7 +215,7 @@ class GroupRuntime:
         if work is not None and len(own):
             lens, held = work.stock_lens, held.copy()
             held[own] = batch.queries[own]
-        if self.with_holes or len(own):
+        if self.has_view or len(own):
             metadata = with_table(metadata, table, lens, held, longest)
         return metadata, work
 
@@ -216,13 +235,22 @@ class GroupRuntime:
         live = len(self.batch.req_ids)
         if not (self.with_holes and live):
             return metadata
-        made = self.views.of if self.in_step else self.views.drafting
-        table, lens, _ = made(self, metadata)
+        hidden = self.source.hidden(self.batch.req_ids)
+        if self.in_step and not self.source.staging:
+            table, lens, _ = self.views.of(self, metadata)
+        else:
+            table, lens, _ = self.views.drafting(self, metadata, hidden)
         held = None
         if (bound := metadata.seq_lens_cpu_upper_bound) is not None:
             held = bound.numpy()[: len(lens)].copy()
             held[:live] -= self.holes.lacking(self.batch.req_ids)
-        return with_table(metadata, table, lens, held)
+            for row, blocks in hidden:
+                held[row] -= len(blocks) * self.block_size
+        return with_table(self._with_ranges(metadata), table, lens, held)
+
+    def _with_ranges(self, metadata: Any) -> Any:
+        """Return the batch's metadata with images where they lie in views."""
+        return with_ranges(metadata, [self.holes.of(req_id) for req_id in self.batch.req_ids], self.block_size)
 
     def unattended(self) -> list[str]:
         """Return the names of layers whose attention did not run in this step."""

@@ -1,6 +1,6 @@
 """The holes of a KV group's requests: a worker's replay of what plans say."""
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,8 +42,6 @@ class Holes:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self.of_request: dict[str, set[int]] = {}
-        #: Requests of the last step whose blocks did not come back.
-        self._withheld: set[str] = set()
         #: Requests of a batch, in row order, and the tokens in the holes of each.
         self._lacks: tuple[list[str], np.ndarray] = ([], np.empty(0, np.int32))
 
@@ -58,7 +56,7 @@ class Holes:
         Returns:
             What begins with the step, for the parts of the group.
         """
-        changed, self._withheld = self._withheld, set()
+        changed: set[str] = set()
         for req_id, blocks in plan.changes.items():
             holes = self.of_request.setdefault(req_id, set())
             others = {block for block, physical in blocks.items() if (physical == HOLE) != (block in holes)}
@@ -109,28 +107,3 @@ class Holes:
         is_resident = np.ones(blocks + len(holes), bool)
         is_resident[list(holes)] = False
         return np.flatnonzero(is_resident)
-
-    def changes(self, plan: GroupPlan) -> Iterator[tuple[str, dict[int, int]]]:
-        """Yield requests whose tables change with a plan, and {logical block: physical block, or `HOLE`}."""
-        for req_id, blocks in plan.changes.items():
-            # A block that did not come back is a hole, whatever the plan says.
-            yield req_id, blocks | dict.fromkeys(blocks.keys() & self.of(req_id), HOLE)
-
-    def withhold(self, lost: Iterable[tuple[str, int]], plan: GroupPlan) -> list[tuple[str, int]]:
-        """Keep holes whose blocks did not come back.
-
-        Args:
-            lost: request and physical block of each.
-            plan: of the step, by which they came back.
-
-        Returns:
-            Request and logical block of each.
-        """
-        missing = []
-        for req_id, physical in lost:
-            for block in [block for block, its in plan.changes.get(req_id, {}).items() if its == physical]:
-                self.of_request.setdefault(req_id, set()).add(block)
-                self._withheld.add(req_id)
-                missing.append((req_id, block))
-        self._lacks = [], self._lacks[1][:0]
-        return missing

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 
-class KernelBlocks:
+class KernelBlockViews:
     """Views of one metadata builder, by the blocks that its kernels read.
 
     vLLM splits blocks that are larger than a backend's kernels take, and gives the backend's builder a table of kernel

@@ -9,9 +9,10 @@ from ..policies import RUNNING
 from . import measure
 from .holes import Start
 from .measure import LayerMass, MassBuffers, MassStep
-from .needs import OF_TOKEN, Needs, Sizes
+from .needs import OF_TOKEN, Needs
 from .parts import AllReduce, Room
 from .probes import MassKind, Probe
+from .shape import Shape
 from .step_batch import Row, StepBatch
 from .sums import RunningSums
 from .tokens import TokenBuffers, TokenStep, TokenSums
@@ -38,12 +39,8 @@ class SumsProbe(Probe):
 
     def begin(self, start: Start) -> None:
         sums, plan, holes = self.sums, start.plan, start.holes
-        for req_id in plan.parked:
-            sums.park(req_id)
-        for req_id in start.gone - plan.parked | plan.untrack:
+        for req_id in start.gone | plan.untrack:
             sums.stop(req_id)
-        for req_id in plan.restored:
-            sums.unpark(req_id, holes.count(req_id))
         for req_id, scoring in plan.track.items():
             if (scoring.per_token, scoring.summed) == self._measures:
                 sums.start(req_id, scoring)
@@ -93,9 +90,9 @@ class BlockMass(SumsProbe):
             return requests.isdisjoint(self.sums.requests)
         return self._tests_in_graphs or not self.sums.test(requests)
 
-    def reserve(self, requests: int, blocks: int) -> None:
+    def reserve(self, requests: int, blocks: int, queries: int) -> None:
         if self._in_graphs and self.memory is None:
-            ones = torch.ones(requests, device=self.sums.device)
+            ones = torch.ones(requests * queries, device=self.sums.device)
             lens = torch.zeros(requests, dtype=torch.int32, device=self.sums.device)
             self.memory = self.sums.buffers(requests, blocks, lens, ones, self._tests_in_graphs)
 
@@ -112,14 +109,14 @@ class BlockMass(SumsProbe):
         if running:
             reports |= self.sums.report(running, [rows[req_id].logical for req_id in running], all_reduce)
 
-    def needs(self, sizes: Sizes) -> Needs:
-        sums, queries = self.sums, sizes.queries
+    def needs(self, shape: Shape) -> Needs:
+        sums, queries = self.sums, shape.queries
         by_layer = sums.kv_heads if self._tests or sums.maximise_layers else 0
-        step = 4 * sizes.blocks * (sums.heads + by_layer)
+        step = 4 * shape.blocks * (sums.heads + by_layer)
         # A copy of the queries in another dtype, or their LSE. Tested queries need copies and outputs beside it.
         step += 3 * queries + measure.PIVOT_SCRATCH if self._tests else queries
         # Reports: two indices of each block, sums in float32 and float64, and their reduction.
-        return Needs(step, between=sizes.blocks * (32 + 16 * sums.heads))
+        return Needs(step, between=shape.blocks * (32 + 16 * sums.heads))
 
     def kinds(self, kv_heads: int) -> list[MassKind]:
         # Tests for pivotal blocks need the mass of each head. Other calls measure queries that are tested one by one.
@@ -172,9 +169,9 @@ class TokenMass(SumsProbe):
     def fits_graph(self, requests: Set[str]) -> bool:
         return self.sums.fit_graphs(requests)
 
-    def reserve(self, requests: int, blocks: int) -> None:
+    def reserve(self, requests: int, blocks: int, queries: int) -> None:
         if self.memory is None:
-            self.memory = self.sums.token_buffers(requests, blocks)
+            self.memory = self.sums.token_buffers(requests, blocks, queries)
 
     def captured(self, rows: int, lens: torch.Tensor) -> TokenStep | None:
         return None if self.memory is None else self.sums.captured(self.memory.part(rows), lens)
@@ -186,9 +183,9 @@ class TokenMass(SumsProbe):
             if req_id in self.sums:
                 self.sums.judge(req_id, number)
 
-    def needs(self, sizes: Sizes) -> Needs:
-        block = OF_TOKEN * sizes.layers * sizes.kv_heads * sizes.block_size
-        return Needs(step=4 * sizes.tokens * sizes.requests, block=block)
+    def needs(self, shape: Shape) -> Needs:
+        block = OF_TOKEN * shape.layers * shape.kv_heads * shape.block_size
+        return Needs(step=4 * shape.tokens * shape.max_requests, block=block)
 
     def kinds(self, kv_heads: int) -> list[MassKind]:
         return [MassKind(kv_heads, weighted=True, per_token=True)]

@@ -35,8 +35,8 @@ class MassBuffers(NamedTuple):
     maximise: bool
 
     def part(self, requests: int, blocks: int | None = None) -> "MassBuffers":
-        """Return views of the memory for fewer requests, of fewer blocks."""
-        of_rows = {name: getattr(self, name)[:requests] for name in ("weights", "lens")}
+        """Return views of the memory for fewer requests, of fewer blocks; weights stay those of all queries."""
+        of_rows = {"lens": self.lens[:requests]}
         if self.tested is not None:
             of_rows["tested"] = self.tested[:requests]
         if self.layer is not None:
@@ -103,6 +103,8 @@ class LayerMass(StepProbe):
     def _test(self, call: LayerCall, queries: Queries, out: torch.Tensor) -> None:
         """Add the blocks that are pivotal for each of the queries to `out`, float32 [R, H, W]."""
         heads, width = out.shape[1:]
+        if (ahead := call.ops.ahead(call.metadata)) is not None:
+            queries = queries._replace(lens=queries.lens + ahead[queries.tokens])
         at_once = max(PIVOT_SCRATCH // (16 * call.kv_heads * width), 1)
         for some in queries.split(at_once):
             each = call.ops.mass_of(call, some, width)

@@ -9,26 +9,15 @@ from collections.abc import Iterable
 from math import ceil
 
 from .group import GroupRuntime
-from .needs import MIB, Needs, Sizes
+from .needs import MIB, Needs
 from .runtime import EvictionRuntime
 
 
-def needs(groups: Iterable[GroupRuntime], head_size: int, itemsize: int, queries: int) -> Needs:
-    """Return the needs of all KV groups of a worker.
-
-    Args:
-        groups: KV groups of the worker.
-        head_size, itemsize: elements of a key, and bytes of an element.
-        queries: bytes of one layer's queries in the largest step.
-    """
-    return Needs.of_groups(_needs(group, head_size, itemsize, queries) for group in groups)
-
-
-def _needs(group: GroupRuntime, head_size: int, itemsize: int, queries: int) -> Needs:
-    shape = group.shape
-    of_group = shape.max_requests, shape.held_blocks, shape.block_size, shape.kv_heads, shape.layers
-    sizes = Sizes(*of_group, head_size, itemsize, queries)
-    return Needs.of_parts((part.needs(sizes) for part in group.parts), sizes.blocks)
+def needs(groups: Iterable[GroupRuntime]) -> Needs:
+    """Return the needs of all KV groups of a worker."""
+    return Needs.of_groups(
+        Needs.of_parts((part.needs(group.shape) for part in group.parts), group.shape.blocks) for group in groups
+    )
 
 
 def kept_bytes(runtime: EvictionRuntime) -> int:

@@ -1,7 +1,6 @@
 """Upper bounds of the device memory that parts of a KV group take, from the sizes of the group."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 MIB = 1 << 20
@@ -12,45 +11,6 @@ OF_TOKEN = 12
 OF_DIMENSION = 16
 #: Bytes that work in pieces takes at most: pairs of keys (`kernels.alike`), tokens (`triton_kernels.compact`).
 AT_A_TIME = 128 * MIB
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Sizes of one KV group on this rank.
-
-    Attributes:
-        requests: most requests at once.
-        held_blocks: most blocks that a request holds.
-        block_size: tokens.
-        kv_heads: most KV heads of a layer.
-        layers: number of layers.
-        head_size, itemsize: elements of a key, and bytes of an element.
-        queries: bytes of one layer's queries in the largest step.
-    """
-
-    requests: int
-    held_blocks: int
-    block_size: int
-    kv_heads: int
-    layers: int
-    head_size: int
-    itemsize: int
-    queries: int
-
-    @property
-    def blocks(self) -> int:
-        """Blocks that requests hold if they share none."""
-        return self.requests * self.held_blocks
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the longest request, times the KV heads of a layer."""
-        return self.held_blocks * self.block_size * self.kv_heads
-
-    @property
-    def keys(self) -> int:
-        """Elements of the longest request's keys in one layer."""
-        return self.tokens * self.head_size
 
 
 class Needs(NamedTuple):

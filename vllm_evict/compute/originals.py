@@ -7,8 +7,9 @@ import torch
 
 from ..core.actions import KeyRotation
 from .holes import Holes, Start
-from .needs import Needs, Sizes
+from .needs import Needs
 from .parts import AllReduce, Mover
+from .shape import Shape
 from .store import Store
 from .transfer import restored, stashed, to_device
 
@@ -81,11 +82,11 @@ class Originals(Mover):
             for block in self.blocks(req_id) & self._holes.of(req_id):
                 del self._kept[req_id][block]
 
-    def needs(self, sizes: Sizes) -> Needs:
-        tokens = max(min(TURNED, sizes.held_blocks * sizes.block_size), sizes.block_size)
+    def needs(self, shape: Shape) -> Needs:
+        tokens = max(min(TURNED, shape.held_blocks * shape.block_size), shape.block_size)
         # The rotation of one layer, and computed keys of all layers.
-        of_dimension = OF_TURNED + sizes.layers * sizes.itemsize
-        return Needs(between=tokens * sizes.kv_heads * sizes.head_size * of_dimension)
+        of_dimension = OF_TURNED + shape.layers * shape.itemsize
+        return Needs(between=tokens * shape.kv_heads * shape.head_size * of_dimension)
 
     def turn(self, move: KeyRotation) -> None:
         """Rotate the keys of a plan's blocks.

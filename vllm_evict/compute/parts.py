@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core.plan import Order, Trouble
+from ..core.plan import Order
 from .holes import Start
-from .needs import Needs, Sizes
+from .needs import Needs
+from .shape import Shape
 
 #: (float64 tensor, whether to take the maximum) -> the tensor reduced over ranks of the model.
 AllReduce = Callable[[torch.Tensor, bool], torch.Tensor]
@@ -24,13 +25,11 @@ class Room(NamedTuple):
     Attributes:
         blocks: of the pool.
         host_blocks: of host memory.
-        path: of a file that holds the host blocks; None: they are in memory.
         ahead: whether memory that grows with the blocks in use is allocated now, as on a device.
     """
 
     blocks: int
     host_blocks: int = 0
-    path: str | None = None
     ahead: bool = False
 
 
@@ -58,7 +57,7 @@ class Part:
     def allocate(self, room: Room) -> None:
         """Allocate memory that depends on the pool."""
 
-    def needs(self, sizes: Sizes) -> Needs:
+    def needs(self, shape: Shape) -> Needs:
         """Return the memory that the part takes on the device, beside `kept_bytes`."""
         return Needs()
 
@@ -73,15 +72,12 @@ class Mover(Part, ABC):
     kind: type[Order]
 
     @abstractmethod
-    def obey(self, orders: Sequence[Any], all_reduce: AllReduce) -> Trouble | None:
+    def obey(self, orders: Sequence[Any], all_reduce: AllReduce) -> None:
         """Carry out some orders of one plan, in this order.
 
         Args:
             orders: of type `kind`.
             all_reduce: over tensor-parallel ranks.
-
-        Returns:
-            What went wrong; None: nothing.
         """
 
     def obeyed(self) -> None:

@@ -125,8 +125,10 @@ class Probe(Part):
         """Return whether a full graph can measure all that the probe measures of a decode step of these requests."""
         return True
 
-    def reserve(self, requests: int, blocks: int) -> None:
-        """Allocate what full graphs read and write, for so many requests of so many resident blocks; once."""
+    def reserve(self, requests: int, blocks: int, queries: int) -> None:
+        """Allocate what full graphs read and write, for so many requests of so many resident blocks and so many queries
+        each; once.
+        """
 
     def captured(self, rows: int, lens: torch.Tensor) -> StepProbe | None:
         """Return what a full graph of `rows` requests does in each layer, on memory that stays; None: nothing.

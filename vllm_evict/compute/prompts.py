@@ -9,8 +9,9 @@ import torch
 from ..core.plan import Repetition
 from .holes import Start
 from .kernels.logits import logits_of, probabilities, soft_capped
-from .needs import OF_DIMENSION, OF_TOKEN, Needs, Sizes
+from .needs import OF_DIMENSION, OF_TOKEN, Needs
 from .probes import LayerCall, Probe, StepProbe
+from .shape import Shape
 from .step_batch import StepBatch
 from .tokens import gathered
 from .transfer import to_device
@@ -115,9 +116,9 @@ class PromptScores(Probe):
                     repeats.append(self._repeat(row, range(end - queries, end), length, repetition, scores))
         return PromptStep(repeats) if repeats else None
 
-    def needs(self, sizes: Sizes) -> Needs:
-        block = OF_TOKEN * sizes.layers * sizes.kv_heads * sizes.block_size
-        return Needs(step=sizes.keys * (sizes.itemsize + OF_DIMENSION) + 4 * SCRATCH, block=block)
+    def needs(self, shape: Shape) -> Needs:
+        block = OF_TOKEN * shape.layers * shape.kv_heads * shape.block_size
+        return Needs(step=shape.keys * (shape.itemsize + OF_DIMENSION) + 4 * SCRATCH, block=block)
 
     def judged(self, req_id: str, position: int, number: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """See `compaction.Judge`."""

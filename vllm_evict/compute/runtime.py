@@ -5,10 +5,11 @@ from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..config import KVPolicyError
-from ..core.plan import PLAN, EvictionPlan, Reports, Trouble
+from ..core.plan import PLAN, EvictionPlan, Reports
 from .batch import Batch
 from .graphs import Attends
 from .group import GroupRuntime
@@ -42,7 +43,7 @@ class EvictionRuntime:
         groups: KV groups that may have holes, in vLLM's order.
         ops: the layers' attention backend (`attention.ops.BackendOps`).
         pages: if heads are split, layer names of the groups' pages.
-        attends_in_graphs: whether there are full CUDA graphs in which the plugin's kernel attends.
+        measures_in_graphs: what attends in full CUDA graphs that measure; None: no graph measures.
         names: for each group the names of its layers, or of its pages.
         block_bytes: bytes of a block of the pool, if other groups share the pool.
         speculates: whether requests may have drafts.
@@ -55,7 +56,7 @@ class EvictionRuntime:
         numbers: for each group its index among all of vLLM's KV groups, which include groups of sliding windows.
         exact: whether the backend's kernel attends for all requests without holes.
         outruns: whether the plugin's kernel is faster than the layers' own (see `BackendOps.outruns`).
-        trouble: what went wrong with orders of the last step; None: nothing.
+        read_on_host: what layers of the last step have read on the host (see `core.plan.READ_ON_HOST`).
         copied: event after which the contents of the last reports are valid (see `transfer`); None: they are valid.
         views: views of the groups.
     """
@@ -65,7 +66,7 @@ class EvictionRuntime:
         groups: list[GroupRuntime],
         ops: Any = None,
         pages: Sequence[str] = (),
-        attends_in_graphs: bool = False,
+        measures_in_graphs: Attends | None = None,
         names: Sequence[Sequence[str]] = (),
         block_bytes: int = 0,
         speculates: bool = False,
@@ -75,7 +76,7 @@ class EvictionRuntime:
         self.groups, self.ops, self.pages = groups, ops, list(pages)
         self.names, self.block_bytes = [list(each) for each in names], block_bytes
         self.numbers = list(range(len(groups)))
-        self.attends_in_graphs = attends_in_graphs
+        self.measures_in_graphs = measures_in_graphs
         self.speculates, self._ahead = speculates, ahead
         #: Request -> its drafts in the last step.
         self._drafts: dict[str, int] = {}
@@ -85,7 +86,7 @@ class EvictionRuntime:
         self.views = Views(groups, self.batch)
         self.exact = self.outruns = False
         self.copied: Any = None
-        self.trouble: Trouble | None = None
+        self.read_on_host: dict[str, np.ndarray] = {}
         #: Whether a plan has come. After the first plan each step with requests has a plan.
         self._planned = False
         self._scheduler_output: Any = None
@@ -104,10 +105,12 @@ class EvictionRuntime:
         """
         for group in self.groups:
             group.decodes = decodes
+            # On a device, and for rows with drafts, layers write what they read into the table that both kernels have.
+            group.source.decodes = decodes and not self.ops.compiles and not self.speculates
         self.outruns, self.exact = outruns, exact
-        # Scores of drafts, and sources of fewer blocks, are for decodes alone.
-        plain = not self.speculates and all(group.source.reads_all for group in self.groups)
-        self.batch.takes_prompts = plain and outruns
+        # Scores of drafts are for decodes alone, and what prompts compute of blocks on the host stays pure.
+        pure = exact and not all(group.source.reads_all for group in self.groups)
+        self.batch.takes_prompts = outruns and not (self.speculates or pure)
 
     @torch.inference_mode()  # as caches and sums are
     def begin(self, scheduler_output: Any) -> None:
@@ -116,7 +119,7 @@ class EvictionRuntime:
         Raises:
             RuntimeError: the step has requests and no plan. Only dummy steps before the first plan have none.
         """
-        told, self.trouble = getattr(scheduler_output, PLAN, None), None
+        told = getattr(scheduler_output, PLAN, None)
         if told is None and self._planned and scheduler_output.num_scheduled_tokens:
             raise RuntimeError(
                 "the KV policy's worker got a step without its plan; expected the SchedulerOutput as the scheduler "
@@ -188,7 +191,7 @@ class EvictionRuntime:
         """Allocate memory that stays, before vLLM measures what is left for its pool."""
         self.ops.reserve(self.groups[0].device)
         for group in self.groups:
-            group.reserve(self.attends_in_graphs)
+            group.reserve(self.measures_in_graphs is not None)
 
     def allocate(self, room: Room, tables: Sequence[torch.Tensor] = ()) -> None:
         """Allocate memory that depends on the pool, and views as wide as vLLM's block tables."""
@@ -245,15 +248,19 @@ class EvictionRuntime:
         requests = self._scheduler_output.num_scheduled_tokens.keys()
         if not all(group.fits_graphs(requests) for group in self.groups):
             return None
-        if requests.isdisjoint(self.batch.own):
-            measured = any(not requests.isdisjoint(group.measured) for group in self.groups)
-            return None if measured else Attends.STOCK
-        if self.exact and not requests <= self.batch.own:
-            return None  # in an `OWN` graph the plugin's kernel attends for requests without holes too
-        return Attends.OWN if self.attends_in_graphs and self._fits_memory() else None
+        # The plugin's kernel attends for requests of one query. Decodes with drafts have several.
+        own = set() if self.speculates else self.batch.own
+        if not requests.isdisjoint(own):
+            # In an `OWN` graph the plugin's kernel attends for requests without holes too.
+            fits = self.measures_in_graphs is Attends.OWN and (not self.exact or requests <= own)
+        elif any(not requests.isdisjoint(group.measured) for group in self.groups):
+            fits = self.measures_in_graphs is Attends.BESIDE
+        else:
+            return Attends.STOCK
+        return self.measures_in_graphs if fits and self._fits_memory() else None
 
     def _fits_memory(self) -> bool:
-        """Return whether `Attends.OWN` graphs have room for the longest request of the step."""
+        """Return whether graphs that measure have room for the longest request of the step."""
         output, tokens = self._scheduler_output, self._scheduler_output.num_scheduled_tokens
         new, cached = output.scheduled_new_reqs, output.scheduled_cached_reqs
         computed = [request.num_computed_tokens for request in new] + cached.num_computed_tokens
@@ -280,8 +287,7 @@ class EvictionRuntime:
             all_reduce: (float64 tensor, whether to take the maximum) -> the tensor reduced over tensor-parallel ranks.
         """
         for (number, _), some in groupby(self.plan.orders, key=lambda order: (order.group, type(order))):
-            if (trouble := self.groups[number].obey(list(some), all_reduce)) is not None:
-                self.trouble = trouble.after(self.trouble)
+            self.groups[number].obey(list(some), all_reduce)
         for group in self.groups:
             group.obeyed()
 
@@ -290,7 +296,10 @@ class EvictionRuntime:
         """Return each group's reports (see `GroupRuntime.end`)."""
         self.plan, self.in_step = self._no_plan, False
         reports = [group.end(all_reduce) for group in self.groups]
-        self.copied = copied(self.groups[0].device) if any(reports) else None
+        self.read_on_host = {}
+        for group in self.groups:
+            self.read_on_host |= group.source.read_on_host()
+        self.copied = copied(self.groups[0].device) if any(reports) or self.read_on_host else None
         return reports
 
     def drafted(self) -> None:

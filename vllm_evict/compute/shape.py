@@ -23,7 +23,10 @@ class Shape:
             `kv_heads` in each of `layers`.
         places: for each place in the group the layer of the model; empty: one for each of `layers`.
         graph_blocks: resident blocks of the longest request in a full graph that measures.
+        graph_queries: most queries of a request in a full graph: its last token's, and one for each draft.
         most_held: most blocks that a request holds; None: the blocks of `max_model_len` tokens.
+        head_size, itemsize: elements of a key in the widest layer of the model, and bytes of an element.
+        queries: bytes of the queries of that layer in the largest step.
     """
 
     block_size: int
@@ -35,7 +38,11 @@ class Shape:
     heads: Sequence[int] = ()
     places: Sequence[int] = ()
     graph_blocks: int = 0
+    graph_queries: int = 1
     most_held: int | None = None
+    head_size: int = 0
+    itemsize: int = 0
+    queries: int = 0
 
     @property
     def max_blocks(self) -> int:
@@ -46,6 +53,21 @@ class Shape:
     def held_blocks(self) -> int:
         """Most blocks that a request holds."""
         return min(self.most_held or self.max_blocks, self.max_blocks)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that requests hold if they share none."""
+        return self.max_requests * self.held_blocks
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the longest request, times the KV heads of a layer."""
+        return self.held_blocks * self.block_size * self.kv_heads
+
+    @property
+    def keys(self) -> int:
+        """Elements of the longest request's keys in one layer."""
+        return self.tokens * self.head_size
 
     @property
     def graph_tokens(self) -> int:

@@ -1,6 +1,6 @@
 """What layers read: block tables and lengths, and vLLM's metadata with them."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from copy import copy
 from typing import Any
 
@@ -47,10 +47,14 @@ class StepSource:
     Attributes:
         rows: int64 [n], rows of the batch that the plugin's kernel has to attend for.
         is_plain: whether layers have nothing to do to read.
+        in_place: whether layers write the table of the backend's metadata before the backend's kernel attends.
+        queried: how many of the step's leading tokens have all queries that `table` reads.
     """
 
     rows = NO_ROWS
     is_plain = True
+    in_place = False
+    queried = 0
 
     def __init__(self, lens: torch.Tensor) -> None:
         self.lens = lens
@@ -66,22 +70,55 @@ class Source(Part):
     Attributes:
         reads_all: whether decodes attend to all resident blocks of their requests.
         staging: pages that it takes behind the pool's.
+        decodes: whether the plugin's kernel attends for rows that read a part of their blocks; else the backend's does.
+        loads: whether a connector brings blocks that no step has computed.
     """
 
     reads_all = True
     staging = 0
+    decodes = False
+    loads = False
+
+    def fits_graph(self, requests: Set[str]) -> bool:
+        """Return whether a full graph can read what a decode step of these requests reads."""
+        return self.reads_all
+
+    @property
+    def writes(self) -> bool:
+        """Whether layers write what they read into the backend's table, also of requests without holes."""
+        return False
 
     def step(self, batch: StepBatch) -> StepSource:
         """Return what layers read in a step."""
         return StepSource(batch.lens)
 
+    def replays(self, batch: StepBatch) -> None:
+        """Hear of a step that replays a full graph, in which no layer asks what it reads."""
+
     def complete(self, batch: StepBatch, table: torch.Tensor, lens: torch.Tensor) -> None:
-        """Give rows that read what is on the host all their blocks.
+        """Give prompts that read what is on the host all their blocks, and set what decodes read of them.
 
         Args:
             batch: of the step, before `see`; `resident_tokens` become those that its rows read.
             table, lens: int32 [R, W] and [R], what layers read, to be written in place.
         """
 
+    def warm_up(self, call: LayerCall, table: torch.Tensor) -> None:
+        """Compile the kernels of one layer, for queries and block tables like these."""
+
+    def hidden(self, req_ids: Sequence[str]) -> list[tuple[int, range]]:
+        """Return the resident blocks that a drafter's layers can't read: row of a batch, logical blocks."""
+        return []
+
+    def before_copies(self) -> None:
+        """Hear that copies between device and host are about to be carried out."""
+
     def copied(self, copies: Sequence[Copy]) -> None:
         """Hear of copies between device and host, once they are carried out."""
+
+    def read_on_host(self) -> dict[str, np.ndarray]:
+        """Return what the step's layers have read on the host: request -> int32 [3], by `core.plan.COUNTED`.
+
+        A device's numbers are valid only after the event of the next `transfer.copied`.
+        """
+        return {}

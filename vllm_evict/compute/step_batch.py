@@ -1,5 +1,6 @@
 """The batch of one step, as a KV group sees it."""
 
+from collections.abc import Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,18 +56,20 @@ class StepBatch:
     """
 
     def __init__(self, batch: Batch, plan: GroupPlan, holes: Holes, metadata: Any, in_graph: bool = False) -> None:
-        self._batch, self._holes, self._metadata = batch, holes, metadata
+        self._holes, self._metadata = holes, metadata
         self.req_ids, self.plan, self.in_graph = batch.req_ids, plan, in_graph
         self.seq_lens = metadata.seq_lens_cpu_upper_bound[: len(batch.req_ids)].numpy()
         self.resident_tokens = holes.resident_tokens(self.req_ids, self.seq_lens)
         self.longest = int(self.resident_tokens.max())
-        # Graphs are of decodes.
-        rows = len(self.req_ids)
-        self.starts: np.ndarray = (
-            np.arange(rows + 1, dtype=np.int32) if in_graph else metadata.query_start_loc_cpu[: rows + 1].numpy()
-        )
+        self.starts: np.ndarray = metadata.query_start_loc_cpu[: len(self.req_ids) + 1].numpy()
         self.queries, self.written = np.diff(self.starts), metadata.block_table_tensor
+        self.verified, self.slack = batch.verified_queries(self.queries), batch.slack()
         self.rows: dict[str, Row] = {}
+
+    @property
+    def decodes(self) -> np.ndarray:
+        """Which rows have one query of a verified token: bool [R]. Queries of drafts may follow it."""
+        return (self.queries if self.verified is None else self.verified) == 1
 
     @property
     def ends(self) -> np.ndarray:
@@ -76,7 +79,6 @@ class StepBatch:
     def see(self, table: torch.Tensor, lens: torch.Tensor, logical: torch.Tensor, block_size: int) -> None:
         """Take what layers read, as the attributes have it; `logical` may be wider."""
         metadata, rows = self._metadata, len(self.req_ids)
-        self.verified, self.slack = self._batch.verified_queries(self.queries), self._batch.slack()
         self.lengths = metadata.seq_lens[:rows]
         self.table, self.lens = table, lens
         self.logical = logical[:, : max(-(-self.longest // block_size), 1)]
@@ -84,10 +86,19 @@ class StepBatch:
         for req_id in self.plan.report:
             self.rows[req_id] = self._row(req_id, places[req_id], block_size)
 
-    def filled(self, block_size: int) -> torch.Tensor | None:
-        """Return the physical blocks that the step fills: int64 [n]; None: it fills none."""
+    def filled(self, block_size: int, loaded: Set[str] = frozenset()) -> torch.Tensor | None:
+        """Return the physical blocks that the step fills, with drafts or without: int64 [n]; None: it fills none.
+
+        Where lengths may be too large, blocks that the step may fill are among them.
+
+        Args:
+            block_size: tokens.
+            loaded: requests that start with blocks which a connector may have filled; these count.
+        """
         ends = self.seq_lens // block_size
-        firsts = (self.seq_lens - self.queries) // block_size
+        firsts = (self.seq_lens - self.queries - (0 if self.slack is None else self.slack)) // block_size
+        if loaded:
+            firsts[[row for row, req_id in enumerate(self.req_ids) if req_id in loaded]] = 0
         counts = ends - firsts
         if not counts.any():
             return None

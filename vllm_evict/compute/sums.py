@@ -19,7 +19,7 @@ from .step_batch import StepBatch
 from .transfer import to_device, to_host
 
 
-class _Measured(NamedTuple):
+class _MeasuredRows(NamedTuple):
     """The measured rows of a batch.
 
     Attributes:
@@ -87,10 +87,8 @@ class RunningSums:
         #: the slot's window ended with such a step: holes tell that it led to one.
         self._tentative = np.zeros(requests, bool)
         self._ended = np.zeros(requests, bool)
-        #: Request that waits -> its row of the sums, and of each array above.
-        self._parked: dict[str, tuple[torch.Tensor, list[Any]]] = {}
         #: None after a slot was given, taken or set anew.
-        self._batch: _Measured | None = None
+        self._batch: _MeasuredRows | None = None
         #: Rows of the last batch, and int32 [R] the slot of each of its requests, -1 for none, on the device.
         self._folded: tuple[Any, torch.Tensor] = (None, torch.empty(0, dtype=torch.int32))
 
@@ -130,37 +128,15 @@ class RunningSums:
         self._tentative[slot] = self._ended[slot] = False
 
     def _slot(self, req_id: str) -> int:
-        self._parked.pop(req_id, None)
         self._batch = None
         if req_id not in self._slots:
             self._slots[req_id] = self._free.pop()
         return self._slots[req_id]
 
     def stop(self, req_id: str) -> None:
-        self._parked.pop(req_id, None)
         if (slot := self._slots.pop(req_id, None)) is not None:
             self._free.append(slot)
             self._batch = None
-
-    def park(self, req_id: str) -> None:
-        """Set a request's sums aside until `unpark`, `start` or `stop`; its row is free for another request."""
-        if (slot := self._slots.get(req_id)) is not None:
-            parked = self._sums[slot].clone(), [each[slot] for each in self._of_slots()]
-            self.stop(req_id)
-            self._parked[req_id] = parked
-
-    def unpark(self, req_id: str, holes: int) -> None:
-        """Go on with the sums that were set aside, of a request that has so many holes now."""
-        if (parked := self._parked.get(req_id)) is not None:
-            slot = self._slot(req_id)
-            self._sums[slot] = parked[0]
-            for each, value in zip(self._of_slots(), parked[1]):
-                each[slot] = value
-            self.set_holes(req_id, holes)
-
-    def _of_slots(self) -> tuple[np.ndarray, ...]:
-        scoring = self._every, self._window, self._decay, self._trigger, self._holes, self._pivots, self._start
-        return (*scoring, self._tentative, self._ended)
 
     def set_trigger(self, req_id: str, trigger: int) -> None:
         """Set the resident blocks above which the request's next decision is due."""
@@ -306,7 +282,7 @@ class RunningSums:
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return to_device(array, self._sums.device)
 
-    def _measured(self, req_ids: list[str]) -> _Measured:
+    def _measured(self, req_ids: list[str]) -> _MeasuredRows:
         """Return the measured rows of the batch. Cached until the batch or a slot changes."""
         if self._batch is None or req_ids != self._batch.req_ids:
             slot_of = np.array([self._slots.get(req_id, -1) for req_id in req_ids], np.int64)
@@ -314,7 +290,7 @@ class RunningSums:
             slots = slot_of[rows]
             by_place = self._window[slots].any() or (self._every[slots] > 1).any() or self._start[slots].any()
             decays, tests = self._decay[slots].any(), self._pivots[slots].any()
-            self._batch = _Measured(list(req_ids), rows, slots, bool(by_place), bool(decays), bool(tests))
+            self._batch = _MeasuredRows(list(req_ids), rows, slots, bool(by_place), bool(decays), bool(tests))
         return self._batch
 
     def _queries(
@@ -346,7 +322,7 @@ class RunningSums:
         return self._to_device(np.maximum(query_start_loc[1:] - first, 0).astype(np.int32))
 
     def _weigh(
-        self, measured: _Measured, batch: StepBatch, slack: np.ndarray | None
+        self, measured: _MeasuredRows, batch: StepBatch, slack: np.ndarray | None
     ) -> tuple[Counting, np.ndarray, np.ndarray]:
         """Return which queries count, their weights, float32 [T], and how many count in each row, int64 [R].
 
@@ -374,5 +350,5 @@ class RunningSums:
 
 
 def _fill(weights: torch.Tensor, given: torch.Tensor | None) -> None:
-    """Set the weights of a graph's memory, float32 [R]; None: 1."""
-    weights.fill_(1.0) if given is None else weights.copy_(given)
+    """Set the leading weights of a graph's memory, of the step's queries: float32 [T]; None: 1."""
+    weights.fill_(1.0) if given is None else weights[: len(given)].copy_(given)

@@ -36,9 +36,9 @@ class TokenBuffers(NamedTuple):
     mass: torch.Tensor
 
     def part(self, requests: int, blocks: int | None = None) -> "TokenBuffers":
-        """Return views of the memory for fewer requests, of fewer blocks."""
+        """Return views of the memory for fewer requests, of fewer blocks; weights stay those of all queries."""
         tokens = None if blocks is None else self.mass.shape[2] // self.table.shape[1] * blocks
-        return TokenBuffers(self.table[:requests, :blocks], self.weights[:requests], self.mass[:requests, :, :tokens])
+        return TokenBuffers(self.table[:requests, :blocks], self.weights, self.mass[:requests, :, :tokens])
 
 
 class TokenStep(StepProbe):
@@ -154,12 +154,12 @@ class TokenSums(RunningSums):
         # Each request may begin a block. A request without pages needs all its pages at once.
         return bool(self._held[slots].all()) and len(slots) <= len(self._unused)
 
-    def token_buffers(self, requests: int, blocks: int) -> TokenBuffers:
-        """Allocate memory for decodes, none of them measured."""
+    def token_buffers(self, requests: int, blocks: int, queries: int) -> TokenBuffers:
+        """Allocate memory for decodes of so many queries each, none of them measured."""
         device, (_, _, *page) = self._pages.device, self._pages.shape
         table = torch.zeros(requests, blocks, dtype=torch.int32, device=device)
         mass = torch.zeros(requests, page[0], blocks * page[1], device=device)
-        return TokenBuffers(table, torch.zeros(requests, device=device), mass)
+        return TokenBuffers(table, torch.zeros(requests * queries, device=device), mass)
 
     def captured(self, memory: TokenBuffers, lens: torch.Tensor) -> TokenStep:
         """Return the step of a graph's capture, in which no query counts."""
@@ -196,7 +196,7 @@ class TokenSums(RunningSums):
             memory = TokenBuffers(table, weights, mass)
         else:
             memory.table.copy_(table)
-            memory.weights.copy_(weights)
+            memory.weights[: len(weights)].copy_(weights)
         return TokenStep(self._pages, memory, batch.lens, last)
 
     def judge(self, req_id: str, number: int) -> None:

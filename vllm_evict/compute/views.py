@@ -33,19 +33,20 @@ class Views:
         """Drop the views of the last step."""
         self._made = {}
 
-    def memory(self, group: Any, least: tuple[int, int] = (0, 0)) -> View:
+    def memory(self, group: Any, least: tuple[int, int] = (0, 0), drafting: bool = False) -> View:
         """Return the memory of one group's view, for the largest batch of the longest requests.
 
         Its addresses stay the same until vLLM's block table, of shape `least`, needs more rows or a greater width.
+        `drafting`: that of a drafter's passes, where layers of the model write into the step's view.
         """
         rows, width = max(least[0], group.shape.max_requests), max(least[1], group.shape.max_blocks)
         step = ALIGNED_TOKENS // gcd(ALIGNED_TOKENS, group.block_size)
         width = -(-width // step) * step
-        view = self._memory.get(group)
+        view = self._memory.get((group, drafting))
         if view is None or len(view.lens) < rows or view.table.shape[1] < width:
             shapes = ((rows, width), (rows,), (rows, width))
             view = View(*(torch.zeros(shape, dtype=torch.int32, device=group.device) for shape in shapes))
-            self._memory[group] = view
+            self._memory[group, drafting] = view
         return view
 
     def warm_up(self, tables: Sequence[torch.Tensor]) -> None:
@@ -64,7 +65,7 @@ class Views:
         Entries past the longest resident request of the batch are undefined.
 
         Args:
-            group: a group with holes, or any group if the step replays a full graph.
+            group: a group with a view, or any group if the step replays a full graph.
             metadata: vLLM's `CommonAttentionMetadata` of the group.
         """
         own = self.table_of(group)
@@ -73,17 +74,22 @@ class Views:
             self._make(metadata)
         return self._made[group]
 
-    def drafting(self, group: Any, metadata: Any) -> View:
+    def drafting(self, group: Any, metadata: Any, hidden: Sequence[tuple[int, range]] = ()) -> View:
         """Return one group's view in a drafter's pass after the step, in the memory of the step's view.
 
-        Its logical blocks are still the step's.
+        Its logical blocks are still the step's. Where layers of the model write into the step's view, it has its own.
 
         Args:
             group: a group with holes.
             metadata: vLLM's `CommonAttentionMetadata` of the pass.
+            hidden: rows, and logical blocks that are left out (see `Source.hidden`).
         """
         tables, block_size = metadata.block_table_tensor, self._groups[0].block_size
-        view = self.memory(group, tables.shape).of_rows(len(tables))
+        view = self.memory(group, tables.shape, bool(group.source.staging)).of_rows(len(tables))
+        if hidden:
+            tables = tables.clone()
+            for row, blocks in hidden:
+                tables[row, blocks.start : blocks.stop] = 0
         width = min(-(-metadata.max_seq_len // block_size), tables.shape[1])
         resident_view([tables], metadata.seq_lens, block_size, [View(view.table[:, :width], view.lens)])
         return view
@@ -94,7 +100,7 @@ class Views:
         seq_lens = metadata.seq_lens_cpu_upper_bound[:live].numpy()
         seen, longest = [], 1
         for group, table in zip(self._groups, self.tables, strict=True):
-            if in_graph or group.with_holes:
+            if in_graph or group.has_view:
                 self._made[group] = self.memory(group, table.shape).of_rows(rows)
                 longest = max(longest, int(group.resident_tokens(seq_lens).max()))
             seen.append(self._made.get(group))

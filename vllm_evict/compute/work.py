@@ -88,6 +88,21 @@ class StepWork:
         return work
 
     @property
+    def precedes(self) -> bool:
+        """Whether layers have work before the stock kernel."""
+        return self._source.in_place
+
+    @property
+    def queried(self) -> int:
+        """How many of the step's leading tokens have all queries that `before` reads."""
+        return self._source.queried
+
+    @property
+    def follows(self) -> bool:
+        """Whether layers have work after it."""
+        return bool(len(self.rows) or self.masses or self._beside) or not (self._source.is_plain or self.precedes)
+
+    @property
     def measures(self) -> bool:
         """Whether queries of the stock kernel are measured."""
         return bool(self.masses) and not self.is_all
@@ -97,9 +112,17 @@ class StepWork:
         """Whether one call for all KV groups of a layer can do the work."""
         return self.is_all and self._source.is_plain and not self._beside
 
+    def before(self, call: LayerCall) -> None:
+        """Write what the stock kernel of one layer reads into its table.
+
+        Args:
+            call: of the layer; its query may end after `queried` tokens.
+        """
+        self._source.table(call)
+
     def do(self, call: LayerCall) -> None:
         """Do the work of one layer, after the stock kernel (see `attention.ops.BackendOps`)."""
-        metadata, lens = self._source.table(call)
+        metadata, lens = (call.metadata, self.seq_lens) if self.precedes else self._source.table(call)
         reading = call if metadata is call.metadata else replace(call, metadata=metadata)
         for mass in self.masses or (UNMEASURED,):
             measured = mass.measured(call)

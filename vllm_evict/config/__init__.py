@@ -5,7 +5,8 @@
     allocators who shares a budget among layers and heads
     sizes      limits of a request in blocks     groups     KV groups of allocators that split heads or layers
     request    arguments of one request          sources    names, presets, JSON and files
-    gates      files of gates of heads           errors     refusals
+    gates      files of gates of heads           retired    fields of earlier releases
+    features   what does not go together         errors     refusals
 
 `vllm_evict.policies` builds on this package and fills the registry.
 """

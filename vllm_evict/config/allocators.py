@@ -7,7 +7,7 @@ with one of them.
 from collections.abc import Iterable
 from typing import ClassVar, Literal
 
-from .fields import CONTEXT, PER_TOKEN, SELECT, TIER
+from .fields import CONTEXT, PER_TOKEN, READ, TIER
 from .options import TOO_MANY, Fields, Option, names_of, real, whole, without
 
 ALLOCATE = Option(
@@ -63,7 +63,7 @@ class Pyramid(Allocator):
     name = "pyramid"
     splits = "layers"
     declares = (BANDS, BETA)
-    lacks = names_of((CONTEXT, *TIER, *SELECT))
+    lacks = names_of((CONTEXT, *TIER, *READ))
 
     def shares(self, config: Fields, bands: int) -> list[float]:
         # Bands take equal memory, however many layers they have, so the mean over bands is the budget.
@@ -79,7 +79,7 @@ class Heads(Allocator):
     name = "heads"
     splits = "heads"
     declares: ClassVar[tuple[Option, ...]] = (BANDS,)
-    lacks = names_of((CONTEXT, *TIER, *SELECT, *PER_TOKEN))
+    lacks = names_of((CONTEXT, *TIER, *READ, *PER_TOKEN))
 
 
 class Ada(Heads):

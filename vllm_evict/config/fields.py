@@ -88,8 +88,8 @@ EXACT = Option(
     None,
     "`true`: vLLM's kernel attends for requests that lost no block, so their output and their cached prefixes are "
     "vLLM's, bit for bit; scores cost one more read of the keys. `false`: the plugin's kernel attends for requests "
-    "that are scored, with output and scores from one read. null: `true` on a CPU with prefix caching, a KV connector "
-    "or `when: pressure`, else `false`",
+    "that are scored, with output and scores from one read, and for those with blocks on the host. null: `true` on a "
+    "CPU with prefix caching, a KV connector or `when: pressure`, else `false`",
 )
 CONTEXT = Option(
     "context",
@@ -120,60 +120,57 @@ def _bytes(size: Any) -> int | None:
     )
 
 
-#: What happens to evicted blocks, and whether they come back: settings of the server, the same for all its requests.
+def _leaders(layers: Any) -> Any:
+    if isinstance(layers, tuple) and list(layers) != sorted({*layers}):
+        raise ValueError(f"must be ascending layers, not {shown(layers)}")
+    return layers or 1
+
+
+#: What happens to blocks over the budget: settings of the server, the same for all its requests.
 TIER = (
     Option(
         "evict",
         Literal["drop", "host"],
         "drop",
-        "`drop`: evicted blocks are gone. `host`: their bytes wait in host memory",
+        "`drop`: evicted blocks are gone. `host`: they wait in host memory, where layers read them: under `full`",
     ),
     Option(
         "host", Any, None, "with `evict: host`: bytes for these blocks in each engine, or with a unit (`8GiB`)", _bytes
     ),
-    Option("host_path", text | None, None, "with `evict: host`: a file to make for these blocks; null: memory"),
-    Option(
-        "recall",
-        Literal["none", "quest"],
-        "none",
-        "with `evict: host`: `quest`, a block comes back when bounds of its keys say that a query may attend to it",
-    ),
-    Option(
-        "recall_bounds",
-        Literal["box", "sphere", "mean"],
-        "box",
-        "what bounds a block's keys: `box`, the least and the largest value of each dimension; `sphere`, centre and "
-        "radius, in half the memory; `mean`, the centre alone, which bounds nothing and chooses worse",
-    ),
-    Option("recall_every", whole(1), 8, "decode steps from one look at a request's host blocks to the next"),
-    Option("recall_blocks", whole(1), 8, "most blocks that come back to a decoding request at a time"),
-    Option("again", whole(), 64, "last tokens of a prompt that are computed again once blocks came back; 0: none"),
-    Option("again_rounds", whole(1, 9), 1, "how often the last tokens of a prompt are computed again, at most"),
-    Option(
-        "preempt",
-        Literal["recompute", "host"],
-        "recompute",
-        "`recompute`: a preempted request is computed again. With `evict: host`, `host`: its blocks wait on the host, "
-        "and it goes on where it was, if the host has room for all of them",
-    ),
 )
-#: What decodes read of a request whose blocks wait on the host: settings of the server.
+#: What each layer of a decode reads: settings of the server, the same for all its requests.
 READ = (
     Option(
         "read",
         whole(),
         0,
-        "with `evict: host`: tokens that each layer of a decode attends to, if its request has blocks on the host; 0: "
-        "as many as its blocks on the device hold",
+        "tokens that each layer of a decode attends to, in whole blocks: sinks, recent blocks, and the best others; 0: "
+        "all resident tokens. With `evict: host` of requests with blocks on the host; 0: as many as are on the device",
     ),
     Option(
         "index",
         Literal["signs", "box"],
         "box",
-        "with `evict: host`: what layers choose blocks by; `signs`, a bit for each dimension of each key and a scale "
-        "for each token; `box`, the least and the largest value of each dimension",
+        "with `read`: what layers choose blocks by; `signs`, a bit for each dimension of each key and a scale for each "
+        "token; `box`, the least and the largest value of each dimension",
     ),
-    Option("hold", whole(1), 8, "with `evict: host`: decode steps that read one choice of such a request"),
+    Option("hold", whole(1), 8, "with `read`: decode steps that read one choice, at most"),
+    Option(
+        "leaders",
+        whole(1) | entries(whole()),
+        1,
+        "with `read`: layers that choose blocks by the scores of the first of them; 1: each scores for itself. Or, not "
+        "with `evict: host`, a list of layers that attend to all resident tokens and choose for the layers after them",
+        _leaders,
+    ),
+    Option("dense_layers", whole(), 0, "with `read`, not with `evict: host`: first layers that read everything"),
+)
+FETCH = Option(
+    "fetch",
+    whole(),
+    0,
+    "with `evict: host`: most blocks of the host that a layer brings to the device for a request when it chooses; "
+    "beyond them it reads the best ones that are there; 0: any number",
 )
 #: Fields of every policy that evicts, with their usual defaults.
 KEEPING = having(
@@ -182,44 +179,6 @@ KEEPING = having(
     buffer=128,
     sink=64,
     recent=256,
-)
-
-#: Which resident blocks decodes attend to: settings of the server, the same for all its requests.
-SELECT = (
-    Option(
-        "select",
-        whole(),
-        0,
-        "tokens that a decode attends to, in whole blocks chosen by each layer; 0: all resident tokens",
-    ),
-    Option("select_every", whole(1), 1, "with `select`: steps that attend to one choice"),
-    Option("select_bounds", Literal["box", "sphere", "mean"], "box", "with `select`: see `recall_bounds`"),
-    Option(
-        "select_sink",
-        whole(),
-        64,
-        "with `select`: leading tokens that are always attended to; follows `select` as `sink` the budget",
-    ),
-    Option(
-        "select_recent",
-        whole(),
-        128,
-        "with `select`: trailing tokens that are always attended to; follows `select` as `recent` the budget",
-    ),
-    Option(
-        "dense_layers",
-        whole() | None,
-        None,
-        "with `select`: first layers that attend to all resident tokens; null: 2, or all up to the first of "
-        "`filter_layers`",
-    ),
-    Option(
-        "filter_layers",
-        entries(whole()),
-        (),
-        "with `select`: layers that attend to all resident tokens and choose for the layers after them; none: each "
-        "layer after `dense_layers` chooses for itself",
-    ),
 )
 
 #: Fields of policies that support token granularity.
@@ -289,7 +248,8 @@ ALLOW = Option(
     entries(text) | None,
     None,
     "policies that requests may pick; null: `full`, and all except `kvzip` and those that make KV groups; none that "
-    "lacks the server's `when`, `select` or `context`; beside a policy that makes KV groups `full` alone",
+    "lacks the server's `when`, `read` or `context`; beside a policy that makes KV groups, and for `full` with `read` "
+    "or `evict: host`, `full` alone",
 )
 #: All of them: settings of the server.
 SERVER = (ALLOW, AUDIT, TARGET)
@@ -300,8 +260,7 @@ NEUTRAL = {
     for options in (
         (WHEN, BUDGET, BUFFER, SINK, RECENT, PROTECT, MIN_PROMPT, PROMPT, EXACT, CONTEXT),
         TIER,
-        READ,
-        SELECT,
+        (*READ, FETCH),
         PER_TOKEN,
         MASS,
     )

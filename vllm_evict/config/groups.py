@@ -52,9 +52,9 @@ class Groups(Frozen):
         return classes
 
     @property
-    def selects(self: C) -> bool:
-        """Whether decodes attend to some of the resident blocks only, in some heads."""
-        return any(part.select for part in self.classes.values())
+    def sparse_heads(self: C) -> bool:
+        """Whether decodes read a part of the blocks on the device, in some heads."""
+        return any(part.sparse for part in self.classes.values())
 
     def of_class(self: C, head_class: str) -> C:
         """Return the configuration of a head class: this one if it splits nothing."""

@@ -2,22 +2,26 @@
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
 from .allocators import ALLOCATE, ALLOCATION, ALLOCATORS
 from .errors import KVPolicyError, instead, shown, together
-from .fields import READ, SELECT, SERVER, TIER
+from .features import APART
+from .fields import FETCH, READ, SERVER, TIER
 from .groups import Groups
 from .options import Option, names_of
 from .registry import REGISTRY
 from .request import Requests
+from .retired import as_full, with_new_names, without_retired
 from .sizes import SMALLEST_BLOCK, Sizes
 from .sources import completed, policy_named, read
 
 logger = logging.getLogger("vllm.evict")
 
+#: Fields of `full` that have an effect with `evict: host` alone; the sizes of `READ_SIZES` with `read`, too.
+OF_BUDGETS = frozenset({"when", "budget", "buffer", "sink", "recent", "exact"})
+READ_SIZES = frozenset({"sink", "recent"})
 #: Most fields of one policy, unknown fields included, so that messages stay readable.
 MOST_FIELDS = 100
 
@@ -31,7 +35,8 @@ class KVPolicyConfig(Sizes, Groups, Requests):
     Attributes:
         name: name of the policy.
         allow: policies that requests may pick. None: all policies without reconstruction or split heads that support
-            the server's `when`, `select` and `context`; `full` alone if the allocator splits heads or layers.
+            the server's `when`, `read` and `context`; `full` alone if the allocator splits heads or layers, and under
+            `full` with `read` or `evict: host`.
         audit: share of requests whose answers full attention scores again.
         target: share of audited answers that should be identical; None: no share is expected.
         given: names of fields that the user gave.
@@ -54,8 +59,16 @@ class KVPolicyConfig(Sizes, Groups, Requests):
                 f"a KV policy needs a name: one of {', '.join(sorted(REGISTRY))} (--kv-policy.name beside other "
                 "--kv-policy.FIELD)"
             )
+        self._fill(fields)
+        if self.evict == "host" and self.name != "full":
+            self._fill(as_full(self))
+
+    def _fill(self, fields: dict[str, Any]) -> None:
+        vars(self).clear()
         policy = policy_named(fields.pop("name"))
-        fields = _with_new_names(policy, fields)
+        fields = with_new_names(policy.name, fields, policy.renamed)
+        if "evict" in policy.options:
+            fields = without_retired(fields)
         known: dict[str, Option] = {option.name: option for option in (*policy.declares, *SERVER)}
         for field in fields:
             if field not in known:
@@ -105,11 +118,8 @@ class KVPolicyConfig(Sizes, Groups, Requests):
             raise KVPolicyError(f"{source}field names must be strings: {shown(list(fields))}") from None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the policy's fields as `parse` takes them, of JSON types; without `unsaid` sizes and `idle` fields.
-
-        Sizes of a selection that are not given are left out, too.
-        """
-        unsaid = self.unsaid | self.idle | ({"select_sink", "select_recent"} - self.given)
+        """Return the policy's fields as `parse` takes them, of JSON types; without `unsaid` sizes and `idle` fields."""
+        unsaid = self.unsaid | self.idle
         fields = {field: value for field, value in self.effective().items() if field not in unsaid}
         return {
             field: self.retrieval.to_dict() if field == "retrieval" and value else value
@@ -118,12 +128,12 @@ class KVPolicyConfig(Sizes, Groups, Requests):
 
     @property
     def idle(self) -> frozenset[str]:
-        """Names of fields without effect: of blocks on the host where evicted blocks are dropped, of a selection where
-        decodes attend to all resident tokens, of audits where there are none, and of allocators other than this
+        """Names of fields without effect: of blocks on the host where evicted blocks are dropped, of decodes that read
+        less where they read everything, of audits where there are none, and of allocators other than this
         configuration's."""
-        idle = names_of((*TIER, *READ)) if self.evict == "drop" else frozenset()
-        idle |= {"budget", "buffer", "sink", "recent"} if self.keeps_all else frozenset()
-        idle |= frozenset() if self.select else names_of(SELECT)
+        idle = frozenset[str]() if self.evict == "host" else names_of((*TIER, FETCH))
+        idle |= frozenset() if self.sparse or self.reaches else names_of(READ)
+        idle |= OF_BUDGETS - (READ_SIZES if self.sparse else frozenset()) if self.keeps_all else frozenset()
         idle |= frozenset() if self.audit else {"audit", "target"}
         own = names_of(self.allocator.declares) | {"allocate"} if self.allocator.splits else frozenset()
         return idle | (names_of(ALLOCATION) - own)
@@ -143,12 +153,12 @@ class KVPolicyConfig(Sizes, Groups, Requests):
         """Names of the policies that requests may pick."""
         if self.allow is not None:
             return frozenset(self.allow) | {self.name}
-        if self.reaches:
+        if self.reaches or (self.name == "full" and self.sparse):
             return frozenset({self.name})
         # A reconstruction costs a second pass and room for the whole prompt, so only the server can enable it.
         whole = {name for name, policy in REGISTRY.items() if not policy.reconstructs and not policy.allocator.splits}
         names = {"full"} if self.allocator.splits else whole
-        needed = {field for field in ("select", "context") if getattr(self, field)}
+        needed = {field for field in ("read", "context") if getattr(self, field)}
         return frozenset(
             name for name in names if needed <= REGISTRY[name].options and self.when in REGISTRY[name].triggers
         ) | {self.name}
@@ -190,9 +200,9 @@ def _unknown(name: str, field: object, known: Iterable[str]) -> str:
     if field == "granularity":
         others = REGISTRY.with_option("granularity")
         return f"granularity: {name!r} supports only 'block'. Policies that support 'token': {others}"
-    if field == "select":
-        others = REGISTRY.with_option("select")
-        return f"select: {name!r} sees only what a decode attends to. Policies that support select: {others}"
+    if field == "read":
+        others = REGISTRY.with_option("read")
+        return f"read: {name!r} sees only what a decode attends to. Policies that support read: {others}"
     if field == "allocate":
         return f"allocate: {name!r} {_why_no_allocator(name)}. Policies that support it: {REGISTRY.with_option(field)}"
     if field == "evict":
@@ -209,24 +219,6 @@ def _why_no_allocator(name: str) -> str:
     return "has no scores that compare between layers or heads"
 
 
-def _with_new_names(policy: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    for old, new in policy.renamed.items():
-        if old in fields:
-            if new in fields:
-                raise KVPolicyError(f"{old} is the old name of {new}: give {new} alone")
-            _warn_of_old_name(policy.name, old, new)
-            fields[new] = fields.pop(old)
-    return fields
-
-
-@cache
-def _warn_of_old_name(policy: str, old: str, new: str) -> None:
-    """Log a renamed field, once a process."""
-    logger.warning(
-        "KV policy %s: the field %s is called %s now; the old name goes with the next release", policy, old, new
-    )
-
-
 # --- rules about several fields: each raises ValueError -------------------------------------------------------------
 
 
@@ -239,11 +231,13 @@ def _room_to_choose(config: KVPolicyConfig) -> None:
         )
 
 
-def _sees_tokens(config: KVPolicyConfig) -> None:
-    if config.granularity == "token" and config.when == "pressure":
-        raise ValueError(
-            "granularity: 'when: pressure' compares whole blocks of all requests and supports only 'block'"
-        )
+def _goes_together(config: KVPolicyConfig) -> None:
+    for field, one, other, why in APART:
+        if one.of(config) and other.of(config):
+            raise ValueError(f"{field}: {why}")
+
+
+def _merges_tokens(config: KVPolicyConfig) -> None:
     if config.merge and config.granularity != "token":
         raise ValueError(f"merge: {config.merge!r} merges tokens: it needs granularity: token")
 
@@ -253,30 +247,18 @@ def _keeps_on_the_host(config: KVPolicyConfig) -> None:
         raise ValueError("retrieval: evict: host needs one KV group, and heads are split in several: use evict: drop")
     changed = [option.name for option in TIER if getattr(config, option.name) != option.default]
     if config.evict != "host":
-        if reading := [option.name for option in READ if getattr(config, option.name) != option.default]:
+        if config.fetch:
+            raise ValueError("fetch: blocks come from the host: it needs evict: host")
+        if config.keeps_all and (sizes := sorted(config.given & OF_BUDGETS - (READ_SIZES if config.read else set()))):
             raise ValueError(
-                f"{reading[0]}: decodes read blocks of the host by it: it needs evict: host; else use select"
+                f"{sizes[0]}: 'full' keeps everything on the device: it needs evict: host"
+                + " or read" * (sizes[0] in READ_SIZES)
             )
-        if config.keeps_all and (sizes := sorted(config.given & {"budget", "buffer", "sink", "recent"})):
-            raise ValueError(f"{sizes[0]}: 'full' keeps everything on the device: it needs evict: host")
         if changed:
             raise ValueError(f"{changed[0]}: blocks that are dropped have no copy on the host: it needs evict: host")
         return
-    if config.recall == "none" and (idle := [field for field in changed if field.startswith(("recall", "again"))]):
-        raise ValueError(f"{idle[0]}: blocks on the host never come back: it needs recall: quest")
-    for refused, why in (
-        (config.host is None, "it needs a size of host memory, such as host: 8GiB"),
-        (config.reaches and config.select, "decodes choose among all blocks by read: leave select out"),
-        (config.when == "pressure", "'when: pressure' does not know blocks on the host: it needs when: budget"),
-        (config.granularity == "token", "tokens of a head have no block to come back to: it needs granularity: block"),
-        (config.context is not None, "blocks that moved up have no place to come back to: leave context out"),
-        (
-            config.preempt == "host" and config.host_path is not None,
-            "a disk that fails would lose the newest tokens of a preempted request: leave host_path or preempt out",
-        ),
-    ):
-        if refused:
-            raise ValueError(f"evict: host: {why}")
+    if config.host is None:
+        raise ValueError("evict: host: it needs a size of host memory, such as host: 8GiB")
     for name in config.allow or ():
         if config.reaches and name != "full":
             raise ValueError(f"allow: evict: host of 'full' keeps every block, {name!r} does not: leave {name} out")
@@ -285,34 +267,39 @@ def _keeps_on_the_host(config: KVPolicyConfig) -> None:
             raise ValueError(f"allow: {name!r} has no evict: host; requests may pick: {', '.join(others)}")
 
 
-def _selects(config: KVPolicyConfig) -> None:
-    if config.retrieval is not None and config.retrieval.filter_layers:
+def _reads_less(config: KVPolicyConfig) -> None:
+    if config.retrieval is not None and config.retrieval.leads_by_list:
         raise ValueError(
-            "retrieval: filter_layers choose for the layers after them, and not every layer has retrieval heads: leave "
-            "filter_layers out"
+            "retrieval: leaders choose for the layers after them, and not every layer has retrieval heads: set leaders "
+            "to a number"
         )
-    if not config.select:
-        if given := sorted(config.given & (names_of(SELECT) - {"select"})):
-            raise ValueError(f"{given[0]}: decodes attend to all resident tokens: it needs select")
+    if not (config.read or config.reaches):
+        changed = [option.name for option in READ if getattr(config, option.name) != option.default]
+        if given := sorted({*changed, *(config.given & (names_of(READ) - {"read"}))}):
+            raise ValueError(f"{given[0]}: decodes attend to all resident tokens: it needs read")
         return
-    filters = config.filter_layers
-    for refused, field, why in (
-        (config.granularity == "token", "select", "each head has tokens of its own: it needs granularity: block"),
-        (config.context is not None, "select", "bounds are of keys as they were computed: leave context out"),
-        (list(filters) != sorted(set(filters)), "filter_layers", "expected ascending layers"),
-        (
-            bool(filters) and config.dense_layers is not None,
-            "dense_layers",
-            "layers up to the first of filter_layers attend to all resident tokens: leave dense_layers out",
-        ),
-    ):
-        if refused:
-            raise ValueError(f"{field}: {why}")
+    if not config.read:
+        return
+    if config.leads_by_list and config.dense_layers:
+        raise ValueError(
+            "dense_layers: layers up to the first of leaders attend to all resident tokens: leave dense_layers out"
+        )
+    sizes = [
+        size
+        for size in ("sink", "recent")
+        if size in config.given or (config.reaches and isinstance(config.budget, int))
+    ]
+    tokens = [getattr(config, size) for size in sizes]
+    if config.name == "full" and config.read <= sum(tokens):
+        raise ValueError(
+            f"read: got {config.read}; expected room for a choice beside {' and '.join(sizes)}, more than "
+            f"{' + '.join(map(str, tokens))} tokens; set read to more, or {' and '.join(sizes)} to less"
+        )
     for name in config.allow or ():
-        if "select" not in policy_named(name).options:
-            others = REGISTRY.with_option("select")
+        if "read" not in policy_named(name).options:
+            others = REGISTRY.with_option("read")
             raise ValueError(
-                f"allow: {name!r} measures attention, and a server with select sees only what it selects; requests may "
+                f"allow: {name!r} measures attention, and a server with read sees only what it reads; requests may "
                 f"pick: {others}"
             )
 
@@ -328,7 +315,7 @@ def _goes_with_its_allocator(config: KVPolicyConfig) -> None:
     for field, way_out in (
         ("granularity", "use granularity: block"),
         ("evict", "use evict: drop"),
-        ("select", "leave select out"),
+        ("read", "leave read out"),
         ("context", "leave context out"),
     ):
         if field in changed:
@@ -338,37 +325,13 @@ def _goes_with_its_allocator(config: KVPolicyConfig) -> None:
             )
 
 
-def _computes_whole_prompts(config: KVPolicyConfig) -> None:
-    if config.prompt == "chunks":
-        return
-    for refused, why in (
-        (config.when == "pressure", "the pool may run out while a prompt is computed: it needs when: budget"),
-        (config.context is not None, "a long prompt would outgrow the context: leave context out"),
-    ):
-        if refused:
-            raise ValueError(f"prompt: whole: {why}")
-
-
 def _fits_its_context(config: KVPolicyConfig) -> None:
     if config.context is None:
         return
-    for refused, why in (
-        (
-            config.when == "pressure",
-            "under pressure a request grows while the pool has room; a context needs when: budget",
-        ),
-        (
-            config.granularity == "token",
-            "a block of granularity: token has other positions in each head; a context needs granularity: block",
-        ),
-        (
-            isinstance(config.budget, float),
-            "a ratio of a long prompt may exceed it; a context needs a budget in tokens",
-        ),
-        (config.min_prompt > 1, "a request with a prompt below min_prompt may outgrow it; leave min_prompt out"),
-    ):
-        if refused:
-            raise ValueError(f"context: {why}")
+    if isinstance(config.budget, float):
+        raise ValueError("context: a ratio of a long prompt may exceed it; a context needs a budget in tokens")
+    if config.min_prompt > 1:
+        raise ValueError("context: a request with a prompt below min_prompt may outgrow it; leave min_prompt out")
     for name in config.allow or ():
         if "context" not in policy_named(name).options:
             others = sorted(
@@ -419,7 +382,7 @@ def _has_the_trigger(config: KVPolicyConfig) -> None:
 
 
 RULES: tuple[Callable[[KVPolicyConfig], None], ...] = (
-    _allows_what_there_is, _sees_tokens, _keeps_on_the_host, _selects, _goes_with_its_allocator,
-    _computes_whole_prompts, _fits_its_context, _has_the_trigger, _room_to_choose, _audits,
+    _allows_what_there_is, _goes_together, _merges_tokens, _keeps_on_the_host, _reads_less, _goes_with_its_allocator,
+    _fits_its_context, _has_the_trigger, _room_to_choose, _audits,
 )  # fmt: skip
 REGISTRY.reserved |= frozenset(dir(KVPolicyConfig)) | frozenset(KVPolicyConfig.__annotations__)

@@ -1,6 +1,7 @@
 """Sizes of a policy in blocks, and the bound of a request."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +13,6 @@ from .registry import REGISTRY
 NEVER = 1 << 40
 #: Tokens of vLLM's smallest block on a device. `effective` rounds sizes that follow a budget by it.
 SMALLEST_BLOCK = 16
-#: Default of `dense_layers`.
-DENSE = 2
 #: Blocks of the least budget that is not given: sinks of one block are an eighth of them.
 LEAST_BUDGET = 8
 #: Blocks that a decision chooses among at least, where the user gave no recent tokens.
@@ -65,6 +64,21 @@ class Sizes(Frozen):
     def reaches(self) -> bool:
         """Whether blocks of a request over its budget wait on the host, and are read from there."""
         return bool(self.name == "full" and self.evict == "host")
+
+    @property
+    def sparse(self) -> bool:
+        """Whether decodes read a part of the blocks that a request has on the device."""
+        return bool(self.read and self.evict == "drop")
+
+    @property
+    def leads_by_list(self) -> bool:
+        """Whether `leaders` names layers, which read all resident blocks."""
+        return not isinstance(self.leaders, int)
+
+    @property
+    def layers_differ(self) -> bool:
+        """Whether some layers of decodes read all resident blocks, and others a part."""
+        return bool(self.dense_layers) or self.leads_by_list
 
     @property
     def keeps_all(self) -> bool:
@@ -136,17 +150,17 @@ class Sizes(Frozen):
         return Limits(budget, trigger, math.ceil(sizes["sink"] / block_size), sizes["recent"])
 
     def became(self: C, block_size: int) -> str:
-        """Return what the budget and `select` come to in blocks of this size, in words; "" if they stay."""
-        return "; ".join(filter(None, (self._budget_became(block_size), self._selection_became(block_size))))
+        """Return what the budget and `read` come to in blocks of this size, in words; "" if they stay."""
+        return "; ".join(filter(None, (self._budget_became(block_size), self._read_became(block_size))))
 
-    def _selection_became(self: C, block_size: int) -> str:
-        if not self.select:
+    def _read_became(self: C, block_size: int) -> str:
+        if not self.sparse:
             return ""
-        blocks, sinks, recent = self.selected(block_size)
-        if blocks * block_size - self.select < block_size:
+        blocks, sinks, recent = self.read_blocks(block_size)
+        if blocks * block_size - self.read < block_size:
             return ""
         return (
-            f"a select of {self.select} tokens becomes {blocks * block_size} tokens, {blocks} blocks of {block_size}: "
+            f"a read of {self.read} tokens becomes {blocks * block_size} tokens, {blocks} blocks of {block_size}: "
             f"{sinks} of sinks, {recent} of recent tokens, {blocks - sinks - recent} to choose"
         )
 
@@ -164,29 +178,30 @@ class Sizes(Frozen):
             f"{recent} of recent tokens, {limits.budget - limits.sink - recent} to choose"
         )
 
-    def selected(self: C, block_size: int) -> tuple[int, int, int]:
-        """Return the blocks that a decode attends to under `select`, and the sinks and recent blocks of them.
+    def read_blocks(self: C, block_size: int) -> tuple[int, int, int]:
+        """Return the blocks that a decode reads where nothing is on the host, and the sinks and recent blocks of them.
 
-        Recent blocks hold `select_recent` tokens wherever the newest one lies in its block. The rule of `Sizes` holds:
-        `select` is the budget.
+        Recent blocks hold the recent tokens wherever the newest one lies in its block. The rule of `Sizes` holds:
+        `read` is the budget. What a policy protects of eviction is more than has to be read, so it counts as not given.
         """
-        recent = _spanned(self.select_recent, block_size)
-        blocks, sinks = -(-self.select // block_size), -(-self.select_sink // block_size)
-        if "select_recent" not in self.given:
+        given = self.given if self.name == "full" else frozenset[str]()
+        blocks, choice = -(-self.read // block_size), 1 if "recent" in given else LEAST_CHOICE
+        window = self.policy.defaults["recent"] if self.policy.window_is_the_budget else self._most("recent")
+        sinks, recent = math.ceil(self._most("sink") / block_size), _spanned(window, block_size)
+        if "recent" not in given:
             recent = min(recent, max(blocks // SHARES["recent"], 1))
-        if "select_sink" not in self.given:
+        if "sink" not in given:
             sinks = min(sinks, max(blocks // SHARES["sink"], 1))
-        choice = 1 if "select_recent" in self.given else LEAST_CHOICE
         return max(blocks, sinks + recent + choice), sinks, recent
 
     def reads_less(self: C, tokens: Any, held: Any, block_size: int) -> Any:
-        """Return whether a step attends to a part of a request's resident tokens: `select` names fewer, and it decodes.
+        """Return whether a step reads a part of what a request has on the device: `read` is less, and it decodes.
 
         Args:
             tokens: that the step computes of the request, int; or of several requests, int array.
             held: resident tokens, those of the step included; as `tokens`.
         """
-        return (tokens == 1) & (held > self.selected(block_size)[0] * block_size) if self.select else False
+        return (tokens == 1) & (held > self.read_blocks(block_size)[0] * block_size) if self.sparse else False
 
     def room(self: C, limits: Limits, block_size: int) -> tuple[int, int]:
         """Return the blocks of a request's room, where blocks of the host come to be read, and its recent blocks.
@@ -200,13 +215,17 @@ class Sizes(Frozen):
         """Return the blocks that a decode chooses under `read`, beside sinks and recent blocks; at most its room."""
         return min(max(-(-self.read // block_size) - sinks - recent, 1), room) if self.read else room
 
-    def selecting(self: C, layers: int) -> tuple[frozenset[int], frozenset[int]]:
-        """Return the layers that choose under `select`, and the layers that attend to a choice, of so many layers."""
-        if not self.filter_layers:
-            own = frozenset(range(DENSE if self.dense_layers is None else self.dense_layers, layers))
-            return own, own
-        filters = frozenset(self.filter_layers)
-        return filters, frozenset(range(min(filters), layers)) - filters
+    def reading(self: C, layers: Sequence[int]) -> tuple[frozenset[int], frozenset[int]]:
+        """Return the places of layers that score blocks, and of those that read all resident blocks.
+
+        Args:
+            layers: of the model, the layer of each place in a KV group.
+        """
+        if not self.leads_by_list:
+            dense = frozenset(place for place, layer in enumerate(layers) if layer < self.dense_layers)
+            return frozenset(range(len(dense), len(layers), self.leaders)), dense
+        leads = frozenset(place for place, layer in enumerate(layers) if layer in self.leaders)
+        return leads, leads | frozenset(place for place, layer in enumerate(layers) if layer < self.leaders[0])
 
     def bound(self: C, block_size: int, max_model_len: int) -> int | None:
         """Return the most blocks that a request holds between steps; None if it may hold all of its blocks.
@@ -230,19 +249,19 @@ class Sizes(Frozen):
 
         Raises:
             KVPolicyError: the context has no room for a budget; the pattern of heads has another shape than the model;
-                `select` leaves no layer to choose.
+                no layer is left that reads a part.
         """
         if self.pattern and self.head_pattern.retrieval.shape != (layers, kv_heads):
             shape = self.head_pattern.retrieval.shape
             has = f"{self.gates or 'pattern'} has {shape[0]} layers x {shape[1]} KV heads"
             raise KVPolicyError(f"{has}, the model has {layers} x {kv_heads}")
-        for part in (part for part in self.classes.values() if part.select):
-            choosing, sparse = part.selecting(layers)
-            if not sparse or max(choosing) >= layers:
-                field = "filter_layers" if part.filter_layers else "dense_layers"
+        for part in (part for part in self.classes.values() if part.layers_differ):
+            _, dense = part.reading(range(layers))
+            if len(dense) == layers or (part.leads_by_list and part.leaders[-1] >= layers):
+                field = "leaders" if part.leads_by_list else "dense_layers"
                 raise KVPolicyError(
-                    f"{field} of a model with {layers} layers, from 0 on, got {shown(getattr(part, field) or DENSE)}; "
-                    "expected layers of the model, and a layer after them that selects"
+                    f"{field} of a model with {layers} layers, from 0 on, got {shown(getattr(part, field))}; "
+                    "expected layers of the model, and a layer after them that chooses"
                 )
         for part in self.classes.values():
             limits = part.limits(block_size, max_model_len)

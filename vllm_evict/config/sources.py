@@ -10,6 +10,7 @@ import yaml
 
 from .errors import KVPolicyError, instead, place, shown
 from .registry import REGISTRY
+from .retired import preset_of, with_new_names
 
 PACKAGE = Path(__file__).parents[1]
 #: Folder of preset files: inside the package in a wheel, without presets that name a file of gates; beside it in a
@@ -46,6 +47,7 @@ def read(text: str) -> tuple[Any, str]:
     if path.suffix.lower() not in FILES:
         if text in REGISTRY or text in REGISTRY.broken:
             return {"name": text}, ""
+        text = preset_of(text)
         if text not in presets():
             if os.sep in text or os.path.isfile(path):
                 endings = " or ".join(FILES)
@@ -66,10 +68,10 @@ def read(text: str) -> tuple[Any, str]:
 def completed(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     """Fill in the fields of a preset that `name` names; the given ones win."""
     name = fields.get("name")
-    if not isinstance(name, str) or name not in presets():
+    if not isinstance(name, str) or (name := preset_of(name)) not in presets():
         return fields
     preset, _ = read(name)
-    return {**preset, **fields, "name": preset["name"]}
+    return {**preset, **with_new_names(preset["name"], fields), "name": preset["name"]}
 
 
 def read_text(path: Path) -> str:

@@ -70,8 +70,6 @@ class RequestBlocks:
     #: Blocks of this group, the step in flight included.
     held_blocks: int = 0
     evicted_blocks: int = 0
-    #: Block -> score, of blocks that go after all others: the lower the score, the earlier.
-    favoured: dict[int, float] = field(default_factory=dict)
     residence: Residence = field(init=False)
     #: Policy and limits with which the request starts over, where `choose_policy` has replaced them.
     _granted: tuple[KVPolicyConfig, Limits | None] | None = None
@@ -144,15 +142,10 @@ class RequestBlocks:
         self.held_blocks = blocks
 
     def restart(self) -> None:
-        """Forget all blocks of a preempted request, which is computed again from its first token.
-
-        A request whose blocks are saved forgets nothing: it goes on with them.
-        """
+        """Forget all blocks of a preempted request, which is computed again from its first token."""
         self.incarnation += 1
-        if self.residence.saved is not None:
-            return
         self.started, self.scoring, self.prompted, self.pure_tokens, self.first_query = False, None, False, None, 0
-        self.residence, self.favoured, self._of_mechanisms = Residence(self.block_size), {}, {}
+        self.residence, self._of_mechanisms = Residence(self.block_size), {}
         if self._granted is not None:
             (self.config, self.limits), self._granted = self._granted, None
 
@@ -189,6 +182,7 @@ class RequestBlocks:
         """Note a step that computes `tokens` tokens from token `first` on, before vLLM publishes what it fills.
 
         Tokens of a step that attends to a part of the resident ones are not pure, nor are those that see them later.
+        `tokens` are verified ones, without drafts.
         """
         held = first + tokens - self.holes * self.block_size
         reaches = self.config.reaches and tokens == 1 and self.holes > 0
@@ -264,25 +258,20 @@ class RequestBlocks:
         return candidates[: len(cost)], cost, min(spare, len(cost))
 
     def _candidates(self, computed_tokens: int) -> tuple[np.ndarray, int]:
-        """Return the resident blocks outside sinks and recent window, and how many blocks are held above the budget."""
+        """Return the resident blocks outside sinks, recent window and room, and how many are held above the budget."""
         blocks, pool = self.residence.learn(computed_tokens), self.residence.pool
         if self.limits is None:
             return NO_BLOCKS, 0
         recent = max(computed_tokens - self.limits.recent, 0) // self.block_size
+        room = 0
+        if self.config.reaches:  # layers take so many blocks at the end for resident
+            room, always = self.config.room(self.limits, self.block_size)
+            recent = min(recent, blocks - always)
         first, last, held = pool.searchsorted((self.limits.sink, recent, blocks)).tolist()
+        first += room
         return pool[first:last], held - self.limits.budget
 
     def _importance(self, candidates: np.ndarray, report: Report | None, computed_tokens: int) -> np.ndarray:
-        if not self.favoured:
-            return self._importance_of(candidates, report, computed_tokens)
-        # A report may be older than the return of some of them.
-        others = ~np.isin(candidates, list(self.favoured))
-        importance = len(candidates) + np.array([self.favoured.get(block, 0.0) for block in candidates.tolist()])
-        order = np.argsort(self._importance_of(candidates[others], report, computed_tokens), kind="stable")
-        importance[np.flatnonzero(others)[order]] = np.arange(len(order))
-        return importance
-
-    def _importance_of(self, candidates: np.ndarray, report: Report | None, computed_tokens: int) -> np.ndarray:
         if report is None and self.config.policy.measures:
             return candidates
         statistics = {} if report is None else self._statistics(candidates, report, computed_tokens)
@@ -306,20 +295,8 @@ class RequestBlocks:
         """
         self.residence.leave(victims)
         self.evicted_blocks += len(victims)
-        for block in victims.tolist() if self.favoured else ():
-            self.favoured.pop(block, None)
         if self.pure_tokens is None and not self.config.reaches:
             self.pure_tokens = computed_tokens
-
-    def replaceable(self, computed_tokens: int) -> tuple[np.ndarray, int]:
-        """Return resident blocks outside sinks and recent window, int64 [n], and how many may come back beside all.
-
-        The budget bounds them, and so does the trigger, where blocks in flight count: these were within the trigger
-        when their step was planned, so no decision will follow them.
-        """
-        candidates, spare = self._candidates(computed_tokens)
-        room = -spare if self.limits is None else min(-spare, self.limits.trigger - self.held_blocks)
-        return candidates, max(room, 0)
 
     def _statistics(self, candidates: np.ndarray, report: Report, computed_tokens: int) -> dict[str, np.ndarray]:
         if self.config.policy.reconstructs:

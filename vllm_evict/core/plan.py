@@ -1,8 +1,8 @@
 """Messages between scheduler and workers, one each way a step, as attributes of vLLM's own messages."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -16,8 +16,12 @@ PLAN = "kv_evict_plan"
 REPORTS = "kv_evict_reports"
 #: Attribute of a `ModelRunnerOutput` that holds scored rows, request -> float32 [rows, 4]; absent without any.
 SCORED = "kv_evict_scored"
-#: Attribute of a `ModelRunnerOutput` that holds `Trouble`; absent without any.
-TROUBLE = "kv_evict_trouble"
+#: Attribute of a `ModelRunnerOutput` that holds what layers of decodes have read on the host, request -> int32 [3], by
+#: `COUNTED`; absent without any.
+READ_ON_HOST = "kv_evict_read_on_host"
+#: What is counted of blocks that a layer has chosen on the host: those that it copied into the room, those that were
+#: there, and those that the bound `fetch` cut.
+COUNTED = ("fetched", "in_room", "cut")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +93,6 @@ class Order:
         group: index of the KV group.
     """
 
-    #: Whether the order is still carried out for a preempted request whose blocks are saved.
-    saves: ClassVar[bool] = False
-
     req_id: str
     group: int
 
@@ -124,29 +125,6 @@ class Rows(NamedTuple):
     temperature: float
 
 
-class Trouble(NamedTuple):
-    """Blocks that orders could not write or read.
-
-    Attributes:
-        why: reason, as the system has it.
-        missing: request and logical block of each block that did not come back; workers go on without it.
-    """
-
-    why: str
-    missing: list[tuple[str, int]]
-
-    def after(self, earlier: "Trouble | None") -> "Trouble":
-        """Return this trouble, with the missing blocks of an earlier one added."""
-        return self if earlier is None else Trouble(self.why, earlier.missing + self.missing)
-
-
-class Waiting(NamedTuple):
-    """Blocks of a request that wait on the host: logical blocks, ascending, and the host block of each."""
-
-    logical: list[int]
-    numbers: list[int]
-
-
 @dataclass(slots=True)
 class GroupPlan:
     """The plan of one KV group.
@@ -164,10 +142,8 @@ class GroupPlan:
         repeats: shadow that starts in this step -> the tokens that it repeats.
         scored: request -> (number of a prompt, tokens). The scores of these tokens become the request's.
         forgotten: numbers of prompts whose scores workers drop.
-        waiting: request -> its host blocks; bounds of their keys are scored with the resident ones in this step.
-        parked: preempted requests whose sums workers set aside, as they will go on.
-        restored: requests that go on where they were preempted, with the sums that were set aside.
         rooms: request -> its room, whose blocks hold what workers choose from this step on.
+        reached: request -> {logical block: host block} of blocks that its layers read on the host from this step on.
     """
 
     changes: dict[str, dict[int, int]] = field(default_factory=dict)
@@ -180,10 +156,8 @@ class GroupPlan:
     repeats: dict[str, Repetition] = field(default_factory=dict)
     scored: dict[str, tuple[int, int]] = field(default_factory=dict)
     forgotten: list[int] = field(default_factory=list)
-    waiting: dict[str, Waiting] = field(default_factory=dict)
-    parked: set[str] = field(default_factory=set)
-    restored: set[str] = field(default_factory=set)
     rooms: dict[str, RoomOf] = field(default_factory=dict)
+    reached: dict[str, dict[int, int]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -196,7 +170,6 @@ class EvictionPlan:
         groups: a plan for each KV group.
         orders: of all kinds, as they were decided and are carried out: one may write what one before reads, or read
             what one before wrote.
-        rewound: request -> tokens of it that are computed, where some are computed again.
         rows: request -> its rows that workers score in the step.
         poison: freed physical blocks to fill with NaN (tests only).
         clean: reallocated physical blocks to fill with zeros (tests only).
@@ -205,15 +178,16 @@ class EvictionPlan:
 
     groups: list[GroupPlan]
     orders: list[Order] = field(default_factory=list)
-    rewound: dict[str, int] = field(default_factory=dict)
     rows: dict[str, Rows] = field(default_factory=dict)
     poison: list[int] = field(default_factory=list)
     clean: list[int] = field(default_factory=list)
     unread: set[str] = field(default_factory=set)
     _notes: dict[Any, Any] = field(default_factory=dict)
+    #: Number of orders when their requests were last collected, and these requests.
+    _ordered: tuple[int, Set[str]] = (0, frozenset())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        told = (self.groups, self.orders, self.rewound, self.rows, self.poison, self.clean, self.unread)
+        told = (self.groups, self.orders, self.rows, self.poison, self.clean, self.unread)
         return EvictionPlan, told
 
     def of(self, kind: Callable[[], N]) -> N:
@@ -228,18 +202,20 @@ class EvictionPlan:
         if self.poison:
             self.poison = [block for block in self.poison if block not in blocks]
 
-    def forget(self, req_id: str, saved: bool = False) -> None:
-        """Drop what the plan says of a request that has no block table any more.
-
-        Args:
-            req_id: id of the request.
-            saved: whether its blocks are saved; then its orders with `Order.saves` stay.
-        """
+    def forget(self, req_id: str) -> None:
+        """Drop what the plan says of a request that has no block table any more."""
         for group in self.groups:
-            for told in (group.missing, group.track, group.triggers, group.scored, group.rooms, self.rewound):
+            for told in (group.missing, group.track, group.triggers, group.scored, group.rooms, group.reached):
                 told.pop(req_id, None)
             group.untrack.discard(req_id)
-        self.orders = [order for order in self.orders if order.req_id != req_id or (saved and order.saves)]
+        if req_id in self._ordering():
+            self.orders = [order for order in self.orders if order.req_id != req_id]
+
+    def _ordering(self) -> Set[str]:
+        """Return the requests that the plan has orders for. Of many requests that end at once, few have any."""
+        if self._ordered[0] != len(self.orders):
+            self._ordered = len(self.orders), {order.req_id for order in self.orders}
+        return self._ordered[1]
 
     @classmethod
     def empty(cls, groups: int) -> "EvictionPlan":

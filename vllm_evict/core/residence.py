@@ -3,7 +3,6 @@
 import math
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,32 +22,22 @@ class Where(Enum):
     GONE = "gone"
 
 
-class Offloaded(NamedTuple):
-    """A block on the host.
-
-    Attributes:
-        number: of the host block.
-        physical: block of the pool that the request lost; -1 if it is not watched.
-        block_hash: hash under which that block was published; None if it was not.
-    """
-
-    number: int
-    physical: int = -1
-    block_hash: Any = None
-
-
 @dataclass(slots=True)
-class Saved:
-    """The host blocks of a preempted request.
+class Arriving:
+    """The blocks of the host with which a request will start, if the pool has room for it.
 
     Attributes:
-        computed_tokens: tokens that they hold.
-        numbers: logical block -> host block, ascending.
-        coming: of these, logical block -> block of the device, once the request goes on and until workers hear of it.
+        numbers: logical block -> host block, ascending, of what it takes from the host.
+        holes: of these, blocks that stay there.
+        room: of these, blocks whose place layers fill.
+        from_host: how many blocks of its prefix the device does not have.
+        coming: logical block -> block of the device, of all but the holes; empty until the request starts.
     """
 
-    computed_tokens: int
     numbers: dict[int, int]
+    holes: range = range(0)
+    room: range = range(0)
+    from_host: int = 0
     coming: dict[int, int] = field(default_factory=dict)
 
 
@@ -62,17 +51,16 @@ class Residence:
         pool: int64 [n], blocks in the pool below `known`, ascending.
         places: int64 [n], for each of `pool` the logical block at whose positions its keys are rotated: the block
             itself, or a later one after a `KeyRotation`.
-        host: block -> where it is on the host.
-        saved: where the blocks of `pool` are while the request is preempted; None: the request runs, or it is computed
-            again.
+        host: block -> host block.
+        arriving: what a request that waits will take from the host, and until workers hear of it; None: nothing.
     """
 
     block_size: int
     known: int = 0
     pool: np.ndarray = field(default_factory=lambda: NO_BLOCKS)
     places: np.ndarray = field(default_factory=lambda: NO_BLOCKS)
-    host: dict[int, Offloaded] = field(default_factory=dict)
-    saved: Saved | None = None
+    host: dict[int, int] = field(default_factory=dict)
+    arriving: Arriving | None = None
 
     @property
     def holes(self) -> int:
@@ -114,17 +102,6 @@ class Residence:
         stays = np.ones(len(self.pool), bool)
         stays[self.pool.searchsorted(blocks)] = False
         self.pool, self.places = self.pool[stays], self.places[stays]
-
-    def come_back(self, blocks: np.ndarray) -> None:
-        """Put holes back into the pool: int64 [k], ascending."""
-        at = self.pool.searchsorted(blocks)
-        self.pool, self.places = np.insert(self.pool, at, blocks), np.insert(self.places, at, blocks)
-
-    def unbroken(self, tokens: int) -> int:
-        """Return the first token of the blocks at the end of so many tokens that have no hole between them."""
-        held, blocks = self.before(tokens), math.ceil(tokens / self.block_size)
-        gaps = np.flatnonzero(held != np.arange(blocks - len(held), blocks))
-        return (blocks - len(held) + (int(gaps[-1]) + 1 if len(gaps) else 0)) * self.block_size
 
     def reach(self, tokens: int) -> int:
         """Return the distance in tokens from the place of the first block in the pool to the newest token."""

@@ -9,17 +9,9 @@ from .blocks import RequestBlocks
 #: Fields that are None unless an event happened to the request: (events, any of which will do; field -> event). Events
 #: are those of `RequestState.counts`.
 SHOWN: tuple[tuple[tuple[str, ...], dict[str, str]], ...] = (
-    (
-        ("spilled",),
-        {
-            "spilled_blocks": "spilled",
-            "recalled_blocks": "recalled",
-            "still_there_blocks": "still_there",
-            "dropped_blocks": "dropped",
-            "asked_again": "again",
-        },
-    ),
-    (("restored", "recomputed"), {"restored": "restored", "recomputed": "recomputed"}),
+    (("spilled",), {"spilled_blocks": "spilled"}),
+    (("hit",), {"host_hit_blocks": "hit"}),
+    (("fetched", "in_room"), {"fetched_blocks": "fetched", "in_room_blocks": "in_room", "cut_blocks": "cut"}),
 )
 
 
@@ -36,14 +28,12 @@ class KVUsage:
         peak_resident_tokens: the same in tokens (whole blocks).
         evicted_blocks: evicted blocks, summed over restarts.
         evicted_tokens: the same in tokens.
-        spilled_blocks: evicted blocks that went to the host; this and the next are None where none did.
-        recalled_blocks: blocks that came back.
-        still_there_blocks: of these, blocks that no request had taken in the meantime; no copy was needed.
-        dropped_blocks: blocks that were dropped there, as the host's memory was full.
-        asked_again: times that the end of its prompt was computed again, so that its answer sees what came back.
-        restored: times that it was preempted and went on with its blocks from the host; this and the next are None
-            unless the server saves blocks of preempted requests and it was preempted.
-        recomputed: times that it was preempted and computed again.
+        spilled_blocks: blocks that were copied to the host; None: none.
+        host_hit_blocks: blocks of its prefix that the host had for it; None: none.
+        fetched_blocks: blocks of the host that its decodes copied into its room, summed over layers; this and the next
+            are None where no decode chose such a block. With several ranks, those of one rank.
+        in_room_blocks: blocks of the host that they chose, and that were in the room, summed over layers.
+        cut_blocks: blocks of the host in whose place they read others, as `fetch` bounds them, summed over layers.
     """
 
     policy: str
@@ -53,12 +43,10 @@ class KVUsage:
     evicted_blocks: int
     evicted_tokens: int
     spilled_blocks: int | None = None
-    recalled_blocks: int | None = None
-    still_there_blocks: int | None = None
-    dropped_blocks: int | None = None
-    asked_again: int | None = None
-    restored: int | None = None
-    recomputed: int | None = None
+    host_hit_blocks: int | None = None
+    fetched_blocks: int | None = None
+    in_room_blocks: int | None = None
+    cut_blocks: int | None = None
 
     @classmethod
     def of(cls, groups: Sequence[RequestBlocks]) -> "KVUsage":
@@ -71,10 +59,12 @@ class KVUsage:
         peak, evicted = groups[0].state.peak_blocks, sum(group.evicted_blocks for group in groups)
         limits = [group.limits for group in groups if group.limits is not None]
         counts = groups[0].state.counts
-        shown: dict[str, int] = {}
-        for events, fields in SHOWN:
-            if any(counts[event] for event in events):
-                shown |= {field: counts[event] for field, event in fields.items()}
+        shown = {
+            field: counts[event]
+            for events, fields in SHOWN
+            if any(counts[each] for each in events)
+            for field, event in fields.items()
+        }
         return cls(
             policy=groups[0].policy,
             budget_tokens=tokens(sum(each.budget for each in limits)) if len(limits) == len(groups) else None,

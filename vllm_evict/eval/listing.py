@@ -6,7 +6,7 @@ from rich.text import Text
 
 from ..config import REGISTRY, KVPolicyConfig, presets
 from ..config.allocators import ALLOCATION
-from ..config.fields import KEEPING, MASS, PER_TOKEN, SELECT
+from ..config.fields import KEEPING, MASS, PER_TOKEN, READ
 from ..config.options import names_of
 from ..config.sizes import SHARES
 from ..policies import POLICIES
@@ -15,7 +15,7 @@ from ..policies import POLICIES
 def show_all(console: Console) -> None:
     """Tables of policies and presets."""
     table = _table("policy", "paper", "measures", "when", "fields of its own")
-    shared = names_of((*KEEPING, *SELECT, *MASS, *PER_TOKEN))
+    shared = names_of((*KEEPING, *READ, *MASS, *PER_TOKEN))
     for name, policy in sorted(POLICIES.items()):
         triggers = () if name == "full" else policy.triggers
         common = shared | (names_of(ALLOCATION) if "allocate" in policy.options else set())

@@ -219,8 +219,8 @@ def _server_like(contender: Contender, max_len: int) -> KVPolicyConfig:
         allow = ["full"]
     if config.policy.reconstructs:
         allow = []
-    if config.select:
-        allow = [name for name in allow if "select" in POLICIES[name].options]
+    if config.read:
+        allow = [name for name in allow if "read" in POLICIES[name].options]
     return KVPolicyConfig.parse(config.to_dict() | budget | {"allow": allow})
 
 

@@ -23,7 +23,7 @@ R = TypeVar("R")
 KEPT, GONE, HOST = "k", ".", "h"
 
 
-class Part(NamedTuple):
+class HeadSet(NamedTuple):
     """Heads that share what became of blocks.
 
     Attributes:
@@ -70,7 +70,7 @@ class Shown(NamedTuple):
     full: list[str]
     steps: list[Step]
     block_size: int
-    parts: Sequence[Part] = (Part("all layers and heads", 1, 0),)
+    parts: Sequence[HeadSet] = (HeadSet("all layers and heads", 1, 0),)
 
     @property
     def same(self) -> int:
@@ -161,7 +161,7 @@ def run(model: str, config: KVPolicyConfig, text: str, max_tokens: int, options:
         (config.name == "full" and not config.reaches, "full, which evicts nothing"),
         (any(part.granularity == "token" for part in config.classes.values()), "granularity: token"),
         (config.context is not None, "a context"),
-        (config.selects, "select, which full attention would follow too"),
+        (config.sparse_heads, "read, which full attention would follow too"),
     ):
         if refused:
             raise KVPolicyError(
@@ -235,22 +235,22 @@ def _watch(source: Reach, recorder: Recorder) -> None:
     vars(source)["read"] = watched
 
 
-def _parts(scheduler: Any) -> list[Part]:
+def _parts(scheduler: Any) -> list[HeadSet]:
     """Return the parts of a model, of one rank."""
     of_layers = attending.kv_heads(scheduler.vllm_config.model_config)
     if scheduler.kv_policy.reaches:
-        return [Part(f"layer {layer}", heads, 0, layer) for layer, heads in enumerate(of_layers)]
+        return [HeadSet(f"layer {layer}", heads, 0, layer) for layer, heads in enumerate(of_layers)]
     if (layout := attending.layout(scheduler.vllm_config, scheduler.kv_policy)) is None:
         groups = len(scheduler.kv_managers)
         names = ["all layers and heads"] if groups == 1 else [f"KV group {group}" for group in range(groups)]
-        return [Part(name, 1, group) for group, name in enumerate(names)]
+        return [HeadSet(name, 1, group) for group, name in enumerate(names)]
     parts = []
     for layer, places in enumerate(layout.places[0]):
         heads = (np.arange(of_layers[layer]) if layout.order is None else layout.order[layer]).tolist()
         for place in (place for place in places if place.heads):
             own, heads = sorted(heads[: place.heads]), heads[place.heads :]
             named = f"KV head{'s' * (len(own) > 1)} {', '.join(map(str, own))}"
-            parts.append(Part(f"layer {layer}, {named} ({layout.groups[place.group]})", place.heads, place.group))
+            parts.append(HeadSet(f"layer {layer}, {named} ({layout.groups[place.group]})", place.heads, place.group))
     return parts
 
 

@@ -8,17 +8,17 @@ from typing import ClassVar
 
 import numpy as np
 
-from ..config.fields import KEEPING, READ, SELECT
+from ..config.fields import FETCH, KEEPING, READ
 from ..config.options import Option
 from .base import Blocks, Policy
 
-#: Fields of a request whose blocks wait on the host.
-TIERED = ("budget", "buffer", "sink", "recent", "evict", "host")
+#: Fields of a request whose blocks wait on the host; its sinks and recent tokens are read without a host, too.
+TIERED = ("when", "budget", "buffer", "sink", "recent", "exact", "evict", "host")
 
 
 class Full(Policy):
     name = "full"
-    declares: ClassVar[tuple[Option, ...]] = (*(option for option in KEEPING if option.name in TIERED), *READ, *SELECT)
+    declares: ClassVar[tuple[Option, ...]] = (*(option for option in KEEPING if option.name in TIERED), *READ, FETCH)
 
     def importance(self, blocks: Blocks) -> np.ndarray:
         return blocks.index

@@ -3,7 +3,7 @@
 import numpy as np
 
 from ..config.allocators import ALLOCATION
-from ..config.fields import KEEPING, PER_TOKEN, REDUCTION, SELECT
+from ..config.fields import KEEPING, PER_TOKEN, READ, REDUCTION
 from .base import Blocks, Policy
 
 
@@ -11,7 +11,7 @@ class KNorm(Policy):
     name = "knorm"
     paper = "Devoto et al., A Simple and Effective L2 Norm-Based Strategy ..., EMNLP 2024, arXiv:2406.11430"
     measures = frozenset({"key_norm"})
-    declares = (*KEEPING, *SELECT, *PER_TOKEN, *REDUCTION, *ALLOCATION)
+    declares = (*KEEPING, *READ, *PER_TOKEN, *REDUCTION, *ALLOCATION)
 
     def importance(self, blocks: Blocks) -> np.ndarray:
         return -blocks["key_norm"]

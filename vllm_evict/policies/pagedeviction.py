@@ -3,7 +3,7 @@
 import numpy as np
 
 from ..config.allocators import ALLOCATION
-from ..config.fields import KEEPING, REDUCTION, SELECT
+from ..config.fields import KEEPING, READ, REDUCTION
 from ..config.options import having
 from .base import Blocks, Policy
 
@@ -18,7 +18,7 @@ class PagedEviction(Policy):
     name = "pagedeviction"
     paper = "Chitty-Venkata et al., PagedEviction: Structured Block-wise KV Cache Pruning ..., 2025, arXiv:2509.04377"
     measures = frozenset({"value_key_ratio"})
-    declares = (*having(KEEPING, buffer=0, sink=0, recent=0), *SELECT, *REDUCTION, *ALLOCATION)
+    declares = (*having(KEEPING, buffer=0, sink=0, recent=0), *READ, *REDUCTION, *ALLOCATION)
 
     def importance(self, blocks: Blocks) -> np.ndarray:
         return blocks["value_key_ratio"]

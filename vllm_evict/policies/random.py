@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ..config.fields import KEEPING, SELECT
+from ..config.fields import KEEPING, READ
 from ..config.options import Option, whole
 from .base import Blocks, Policy
 
@@ -14,7 +14,7 @@ class Random(Policy):
 
     name = "random"
     by_prompt = True
-    declares = (*KEEPING, *SELECT, SEED)
+    declares = (*KEEPING, *READ, SEED)
 
     def importance(self, blocks: Blocks) -> np.ndarray:
         with np.errstate(over="ignore"):

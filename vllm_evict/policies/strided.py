@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ..config.fields import KEEPING, SELECT
+from ..config.fields import KEEPING, READ
 from .base import Blocks, Policy
 
 
@@ -14,7 +14,7 @@ class Strided(Policy):
     """
 
     name = "strided"
-    declares = (*KEEPING, *SELECT)
+    declares = (*KEEPING, *READ)
 
     def importance(self, blocks: Blocks) -> np.ndarray:
         stride = np.where(blocks.index > 0, blocks.index & -blocks.index, 1 << 62)

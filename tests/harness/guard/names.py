@@ -52,7 +52,10 @@ REPLACED = {
         "integration.engine.scheduler:EvictionMixin": "__init__ schedule update_from_output _free_request_blocks "
         "_free_request finish_requests reset_prefix_cache _build_kv_connector_meta _handle_invalid_blocks make_stats "
         "add_request _update_request_as_session _get_local_prefix_cache_hit _reserve_prefill_lookahead "
-        "_preempt_request has_requests set_pause_state",
+        "has_requests set_pause_state",
+    },
+    "vllm.v1.core.block_pool:BlockPool": {
+        "integration.engine.reaching:Reaching._watch.evicted": "_maybe_evict_cached_block",
     },
     "vllm.v1.core.kv_cache_manager:KVCacheManager": {
         "integration.engine.allocation:before_giving_up": "allocate_slots",
@@ -62,7 +65,7 @@ REPLACED = {
     "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager": {
         "integration.engine.managers:EvictableManager": "__init__ get_num_blocks_to_allocate find_longest_cache_hit "
         "add_local_computed_blocks allocate_external_computed_blocks pop_blocks_for_free "
-        "_cache_partial_tail_block _has_partial_local_hit",
+        "_cache_partial_tail_block",
         "integration.engine.managers:hole_aware.HoleAware": "cache_blocks",
         "integration.engine.poison:Poison._noting.noted": "allocate_new_blocks",
     },
@@ -72,6 +75,10 @@ REPLACED = {
         "integration.engine.poison:Poison._noting.noted": "allocate_new_blocks",
     },
     "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager": {
+        "integration.engine.managers:hole_aware.HoleAware": "get_num_blocks_to_allocate cache_blocks",
+        "integration.engine.poison:Poison._noting.noted": "allocate_new_blocks",
+    },
+    "vllm.v1.core.single_type_kv_cache_manager:ChunkedLocalAttentionManager": {
         "integration.engine.managers:hole_aware.HoleAware": "get_num_blocks_to_allocate cache_blocks",
         "integration.engine.poison:Poison._noting.noted": "allocate_new_blocks",
     },
@@ -195,6 +202,7 @@ CALLED = {
     "max_cache_hit_length)",
     "vllm.v1.core.kv_cache_manager:KVCacheManager.create_kv_cache_blocks": "(...)",
     "vllm.v1.core.kv_cache_manager:KVCacheManager.truncate_computed_blocks": "(..., ...)",
+    "vllm.v1.core.sched.scheduler:Scheduler._preempt_request": "(..., ...)",
     "vllm.v1.core.kv_cache_utils:resolve_block_hashes": "(..., ..., ...)",
     "vllm.v1.core.kv_cache_utils:_get_kv_cache_groups_uniform_page_size": "(...)",
     "vllm.v1.core.kv_cache_utils:unify_kv_cache_spec_page_size": "(...)",

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_evict.core.plan import Rows
+from vllm_evict.core.plan import RoomOf, Rows
 
 from .program import STOP, VOCABULARY
 
@@ -69,7 +69,8 @@ class Row:
         turns: of a session, that have begun since it started.
         computed: tokens that stay of the steps so far: drafts that were rejected do not.
         judged: numbers of the decisions by token for which its scores were copied.
-        recalled: logical blocks that came back from the host.
+        on_host: logical block -> host block, of those that its layers read there.
+        room: where on the device they come to be read; None: nothing is on the host.
         following: of a session whose next turn begins, the tables that come with it.
     """
 
@@ -88,7 +89,8 @@ class Row:
     turns: int = 0
     computed: int = 0
     judged: set[int] = field(default_factory=set)
-    recalled: set[int] = field(default_factory=set)
+    on_host: dict[int, int] = field(default_factory=dict)
+    room: RoomOf | None = None
     following: list[list[int]] | None = None
 
     def learn(self) -> None:
@@ -119,11 +121,9 @@ class Counts:
     accepted: int = 0
     spilled: int = 0
     fetched: int = 0
-    rewound: int = 0
-    saved: int = 0
-    restored: int = 0
-    still_there: int = 0
-    selected: int = 0
+    staged: int = 0
+    reached: int = 0
+    read_less: int = 0
     rows: int = 0
 
     def add(self, other: Any) -> None:

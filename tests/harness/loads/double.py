@@ -16,7 +16,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_evict.core.actions import Compaction, KeyRotation
-from vllm_evict.core.mechanisms.recall import BOUND
 from vllm_evict.core.plan import PLAN, REPORTS, SCORED, EvictionPlan, Report, Reports
 from vllm_evict.core.residence import HOLE
 from vllm_evict.policies import RUNNING
@@ -34,10 +33,10 @@ class Worker:
         settings: of the program.
         blocks: of the pool.
         groups: numbers of the KV groups that may have holes, among all.
-        windows: of all KV groups, tokens that a query sees; 0: all of them.
+        windows: of all KV groups, tokens that a query sees; 0: all of them; below 0: those of its chunk of so many.
         context: how far back a query may look, in tokens after keys were rotated; None: no limit.
         host: host memory; None: evicted blocks are dropped.
-        selected: of each of `groups`, blocks that a decode attends to; 0: all of them.
+        read: of each of `groups`, blocks that a decode attends to; 0: all of them.
     """
 
     settings: Settings
@@ -46,7 +45,7 @@ class Worker:
     windows: list[int]
     context: int | None = None
     host: HostTier | None = None
-    selected: list[int] = field(default_factory=list)
+    read: list[int] = field(default_factory=list)
     rows: dict[str, Row] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
     #: Requests whose sampled tokens are their own.
@@ -77,10 +76,9 @@ class Worker:
         for req_id in preempted & self.rows.keys():
             self.rows[req_id].active = False
         self.written, self._unsure = set(), {}
-        after, came = self._rearrange(plan), {}
+        after = self._rearrange(plan)
         if self.host is not None:
-            self.host.forget(output.finished_req_ids | preempted.difference(plan.groups[0].parked))
-            came = self.host.obey(plan, self)
+            self.host.obey(plan, self)
         for block in plan.poison:
             self.memory[block] = POISON
             self.written.add(block)
@@ -88,7 +86,9 @@ class Worker:
             self.memory[block] = 0
             self.written.add(block)
         starts = self._take_blocks(output, plan)
-        self._take_changes(plan, after, came, {new.req_id for new in output.scheduled_new_reqs})
+        self._take_changes(plan, after, {new.req_id for new in output.scheduled_new_reqs})
+        if self.host is not None:
+            self.host.take(plan, self)
         self._take_orders(plan)
         drafts = {req_id: len(each) for req_id, each in output.scheduled_spec_decode_tokens.items()}
         sampled = []
@@ -131,8 +131,8 @@ class Worker:
             table = after.setdefault((each.req_id, each.group), list(row.tables[group]))
             # Blocks of steps in flight are in the table already; a compaction is about computed ones.
             resident = [at for at, block in enumerate(table) if block]
-            if [table[at] for at in resident[: len(each.resident)]] != each.resident:
-                raise Fault("compaction", f"{each.req_id} holds {table}, the plan says {each.resident}")
+            if [table[at] for at in resident[: len(each.source)]] != each.source:
+                raise Fault("compaction", f"{each.req_id} holds {table}, the plan says {each.source}")
             places = resident[each.first : each.first + each.count]
             self._same(each.req_id, group, row, places, source := [table[at] for at in places])
             keep = len(each.target)
@@ -186,9 +186,6 @@ class Worker:
     def _take_blocks(self, output: SchedulerOutput, plan: EvictionPlan) -> dict[str, int]:
         """Rows of requests that start, start again or go on; returns where each one's tokens of this step begin."""
         starts = {}
-        for req_id, tokens in plan.rewound.items():
-            self._alive(req_id, "a rewind").computed = tokens
-            self.counts.rewound += 1
         for new in output.scheduled_new_reqs:
             tokens = new.prefill_token_ids if new.prefill_token_ids is not None else new.prompt_token_ids
             tables = [list(blocks) for blocks in new.block_ids]
@@ -219,16 +216,6 @@ class Worker:
         row = self.rows.get(req_id)
         if row is not None and row.active:
             return self._go_on(req_id, row, tokens, blocks, computed)
-        if plan.groups and req_id in plan.groups[0].restored:
-            if row is None or tokens[:computed] != row.tokens[:computed] or computed > row.computed:
-                raise Fault("restore", f"{req_id} goes on at {computed}, worker: {row}")
-            self.host.restored(req_id)
-            self.counts.restored += 1
-            row.tables, row.tokens, row.computed, row.active, row.recalled = blocks, tokens, computed, True, set()
-            row.counted = min(row.counted, computed)
-            return row.learn()
-        if self.host is not None:
-            self.host.forget({req_id})
         if row is not None:
             self.counts.restarts += 1
         elif req_id.startswith("reconstruct-"):
@@ -255,7 +242,7 @@ class Worker:
         prefix = row.known[:computed].reshape(hit, bs)
         for group, expected in enumerate(row.expected):
             expected[:hit] = prefix + SALTS[group]
-        row.reduced = any(0 in row.tables[group] for group in self.groups)
+        row.reduced = self.host is None and any(0 in row.tables[group] for group in self.groups)
         return None
 
     def _go_on(self, req_id: str, row: Row, tokens: list[int], blocks: list[list[int]], computed: int) -> None:
@@ -272,36 +259,28 @@ class Worker:
         self,
         plan: EvictionPlan,
         after: dict[tuple[str, int], list[int]],
-        came: dict[tuple[str, int], dict[int, int]],
         new: set[str],
     ) -> None:
-        """Holes, blocks that others took the place of, and blocks that came back."""
+        """Holes, and blocks that others took the place of."""
         for number, (group, told) in enumerate(zip(self.groups, plan.groups)):
             for req_id, changes in told.changes.items():
                 row = self._alive(req_id, "holes")
                 holes = [at for at, block in changes.items() if block == HOLE]
                 moved = {at: block for at, block in changes.items() if block != HOLE}
-                table, back = row.tables[group], came.pop((req_id, number), {})
-                if self.host is None and any(not table[at] for at in changes):
+                table = row.tables[group]
+                if any(not table[at] for at in changes):
                     raise Fault("holes", f"{req_id}, group {group}: {changes}, some are holes already: {table}")
                 for at, block in moved.items():
                     table[at] = block
-                if wrong := {at: block for at, block in back.items() if table[at] != block}:
-                    raise Fault("tables", f"{req_id}, group {group}: {wrong} came back, its table is {table}")
-                there = moved.keys() - back if self.host is not None else set()
-                if there:
-                    self.host.returned(req_id, there)
-                    self.counts.still_there += len(there)
-                row.recalled = row.recalled.union(back, there).difference(holes)
                 for at in holes:
                     self.counts.holes += table[at] > 0
                     table[at] = 0
-                row.reduced = True
+                row.reduced |= self.host is None
                 expected = after.pop((req_id, number), table)
                 if [block if at not in holes else 0 for at, block in enumerate(expected)] != table[: len(expected)]:
                     raise Fault("tables", f"{req_id}, group {group}: {table}, its orders say {expected}")
-        if after or came:
-            raise Fault("tables", f"orders without changes of tables: {after}, {came}")
+        if after:
+            raise Fault("tables", f"orders without changes of tables: {after}")
         for req_id in new:
             row = self.rows[req_id]
             following, row.following = row.following, None
@@ -339,10 +318,6 @@ class Worker:
                     )
             for prompt in told.forgotten:
                 self.prompts.pop(prompt, None)
-            for req_id, (logical, numbers) in told.waiting.items():
-                self.host.check_waiting(req_id, logical, numbers)
-                if BOUND not in told.report[req_id]:
-                    raise Fault("orders", f"{req_id} waits for host blocks, and reports {set(told.report[req_id])}")
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -365,8 +340,10 @@ class Worker:
 
     def _write(self, req_id: str, start: int, count: int) -> None:
         row, bs, end = self.rows[req_id], self.block, start + count
-        if count == 1 and self._selects(row, end):
-            row.reduced, self.counts.selected = True, self.counts.selected + 1
+        if count == 1 and self._reads_less(row, end):
+            row.reduced, self.counts.read_less = True, self.counts.read_less + 1
+        if self.host is not None:
+            row.reduced |= self.host.reads_less(row, self.groups[0], count)
         values = row.known[start:end].copy()
         values[row.computed - start :] = POISON + np.uint64(row.nonce)  # drafts that were rejected
         if row.reduced:
@@ -392,9 +369,9 @@ class Worker:
             row.expected[group][at, place] = content
             self.written.update(blocks)
 
-    def _selects(self, row: Row, end: int) -> bool:
+    def _reads_less(self, row: Row, end: int) -> bool:
         held = [end - self.block * row.tables[group][: -(-end // self.block)].count(0) for group in self.groups]
-        return any(most and tokens > most * self.block for most, tokens in zip(self.selected, held))
+        return any(most and tokens > most * self.block for most, tokens in zip(self.read, held))
 
     def _same(self, req_id: str, group: int, row: Row, at: list[int], blocks: list[int]) -> None:
         """Check that whole blocks hold what the request expects."""
@@ -407,18 +384,23 @@ class Worker:
         row, bs, end = self.rows[req_id], self.block, start + count
         blocks, rest = -(-end // bs), end % bs
         for group, table in enumerate(row.tables):
-            first = 0
-            if window := self.windows[group]:
-                first = max(start - window + 1, 0) // bs
+            window, least = self.windows[group], 0
+            if window:
+                least = start // -window * -window if window < 0 else max(start - window + 1, 0)
+            first = least // bs
             if len(table) < blocks:
                 raise Fault("tables", f"{req_id}, group {group}: {len(table)} blocks for {end} tokens")
             physical = np.array(table[first:blocks])
             resident = physical.nonzero()[0]
+            unread = range(0)
+            if self.host is not None and group in self.groups:
+                unread = self.host.bring(req_id, row, group, end, count, self)
             same = self.memory[physical[resident]] == row.expected[group][first:blocks][resident]
+            same[np.isin(resident + first, unread)] = True
             if rest and len(resident) and resident[-1] == blocks - first - 1:
                 same[-1, rest:] = True
             if window:
-                skipped = max(start - window + 1, 0) - first * bs
+                skipped = least - first * bs
                 if len(resident) < len(physical):
                     raise Fault("holes", f"{req_id}, group {group}: holes within its window: {table}")
                 same[0, :skipped] = True
@@ -484,8 +466,6 @@ class Worker:
                 # Which of the last blocks only drafts have begun, the host of a real worker does not know.
                 known = end + self._unsure.get(req_id, 0)
                 index = np.flatnonzero(row.tables[group][: -(-known // self.block)])
-                if req_id in told.waiting:
-                    index = np.union1d(index, told.waiting[req_id].logical)
                 report = Report(index, {name: self._scores(row, len(index), end + at) for at, name in enumerate(names)})
                 self.counts.reports += 1
                 if chance < self.settings.lost:

@@ -24,7 +24,13 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -131,12 +137,11 @@ def cache_specs(settings: Settings, config: VllmConfig) -> dict[str, KVCacheSpec
         spec = EvictableSpec(**vars(full), backend="CPU_ATTN", head_class=head_class)
         specs = dict.fromkeys(specs, spec)
     if settings.window:
-        window = SlidingWindowSpec(
-            block_size=settings.block,
-            num_kv_heads=HEADS,
-            head_size=16,
-            dtype=torch.float32,
-            sliding_window=settings.window,
+        sizes = dict(block_size=settings.block, num_kv_heads=HEADS, head_size=16, dtype=torch.float32)
+        window = (
+            SlidingWindowSpec(**sizes, sliding_window=settings.window)
+            if settings.window > 0
+            else ChunkedLocalAttentionSpec(**sizes, attention_chunk_size=-settings.window)
         )
         specs |= {f"layer.{layer}": window for layer in range(settings.sliding)}
     return specs

@@ -41,18 +41,14 @@ CHOICES = {
     "exact": (True, False),
     "prompt": ("chunks", "whole"),
     "evict": ("drop", "host"),
-    "recall": ("none", "quest"),
-    "preempt": ("recompute", "host"),
     "allocate": ("uniform", "pyramid", "ada"),
-    **dict.fromkeys(("recall_bounds", "select_bounds"), ("box", "sphere", "mean")),
     "index": ("box", "signs"),
 }
 #: Field -> least and most of a whole number.
 SIZES = {
     **dict.fromkeys(("buffer", "sink", "recent", "min_prompt"), (0, WHOLE - 1)),
-    **dict.fromkeys(("window", "every", "chunk", "kernel", "bands", "recall_every", "recall_blocks"), (1, WHOLE - 1)),
-    **dict.fromkeys(("again", "read", "select", "select_sink", "select_recent", "dense_layers"), (0, WHOLE - 1)),
-    **dict.fromkeys(("select_every", "hold"), (1, WHOLE - 1)),
+    **dict.fromkeys(("window", "every", "chunk", "kernel", "bands", "hold"), (1, WHOLE - 1)),
+    **dict.fromkeys(("read", "fetch", "dense_layers"), (0, WHOLE - 1)),
     "again_rounds": (1, 9),
     "seed": (0, (1 << 63) - 1),
 }
@@ -66,10 +62,8 @@ NULLABLE = {
     "gates",
     "budget",
     "context",
-    "dense_layers",
     "exact",
     "host",
-    "host_path",
     "bands",
     "merge",
     "threshold",
@@ -105,14 +99,16 @@ def fits(field: str, value: Any) -> bool:
     if field == "host":
         size = re.fullmatch(r" *([0-9]+\.?[0-9]*|\.[0-9]+) *[KMGT]iB", value) if isinstance(value, str) else None
         return size is not None or (number is not None and 0 < number < 1 << 50)
-    if field in ("gates", "host_path"):  # of text, right ones are files; `_gates` tries others
+    if field == "gates":  # of text, right ones are files; `_gates` tries others
         return isinstance(value, str)
     if field in ("name", "retrieval"):
         return (isinstance(value, str) and value in NAMES) or (field == "retrieval" and isinstance(value, dict))
+    if field == "leaders" and number is not None:
+        return fits("hold", value)
     entry = {
         "allow": lambda each: isinstance(each, str) and each in NAMES,
         "instruction": lambda each: fits("sink", each),
-        "filter_layers": lambda each: fits("sink", each),
+        "leaders": lambda each: fits("sink", each),
         "pattern": lambda each: isinstance(each, str) and each != "" and set(each) <= {"0", "1"},
     }[field]
     return isinstance(value, list | tuple | set | range | memoryview | np.ndarray) and all(map(entry, value))

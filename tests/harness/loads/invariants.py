@@ -14,7 +14,6 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_evict.core.mechanisms.base import Due, Misses
-from vllm_evict.core.mechanisms.recall import Looks
 from vllm_evict.core.plan import PLAN
 from vllm_evict.integration.engine.audits import Audits
 from vllm_evict.integration.engine.reconstruction import OVERLAP, Reconstructions, Scored, parts
@@ -62,7 +61,6 @@ class Invariants(HostInvariants):
                 ids += table
                 if not table:
                     continue
-                self._peaks[req_id] = max(self._peaks.get(req_id, 0), len(table) - table.count(0))
                 row = rows.get(req_id)
                 if row is None:
                     raise Fault("tables", f"{req_id} holds {table}, and no worker knows it")
@@ -114,8 +112,6 @@ class Invariants(HostInvariants):
     def _check_bounds(self, output: Any, rows: dict[str, tuple[Row, int]], free: int, shared: set[int]) -> None:
         """Requests whose step is done hold no more than they may. Those that wait for scores may hold all.
 
-        A request whose prompt's end is computed again with the next step may hold as many as it ever held.
-
         Tokens are gathered in private blocks. A request finds enough of them if it shares nothing (`shared`: blocks
         with several holders before the decisions of this step), or if the pool has room for all decisions, in all KV
         groups: `free` blocks, before them and after. Without these it tries again with its next block.
@@ -143,9 +139,9 @@ class Invariants(HostInvariants):
                 alone = not any(block.block_id in shared or block.ref_cnt > 1 for block in table if not block.is_null)
                 roomy = free >= held * decisions
                 compacts = req_id in decided and (alone or roomy)
-                again = req_id in getattr(output, PLAN).of(Looks).again or req_id in self.scheduler.next_plan.rewound
-                bound = max(limits.trigger, self._peaks[req_id] if again else 0)
-                if not pools and held > bound and (compacts or resident.config.granularity == "block"):
+                if req_id in self._cut:
+                    break
+                if not pools and held > limits.trigger and (compacts or resident.config.granularity == "block"):
                     raise Fault("bound", f"{req_id}: {held} blocks of {settled} tokens, above {limits.trigger}")
                 total, most = total + held, most + limits.trigger
             else:
@@ -213,13 +209,14 @@ class Invariants(HostInvariants):
         With priorities a request may be preempted that the very step has planned for, and its blocks published: these
         stay in the prefix cache, and are never computed (vLLM's pull request 43569).
         """
-        preempt = self.scheduler._preempt_request
+        preempt, evict = self.scheduler._preempt_request, self.pool._maybe_evict_cached_block
+        evict = getattr(evict, "__wrapped__", evict)  # what has no content does not go to the host
 
         def mended(request: Request, *args: Any, **kwargs: Any) -> None:
             computed = request.num_computed_tokens // self.settings.block
             planned = [manager.req_to_blocks.get(request.request_id, [])[computed:] for manager in self.managers]
             for block in (block for blocks in planned for block in blocks if not block.is_null):
-                self.counts["published by vLLM, and not computed"] += self.pool._maybe_evict_cached_block(block)
+                self.counts["published by vLLM, and not computed"] += evict(block)
             preempt(request, *args, **kwargs)
 
         self.scheduler._preempt_request = mended
@@ -237,7 +234,7 @@ class Invariants(HostInvariants):
                 for req_id, holes in holes_of(each.changes).items()
                 if len(holes) > known.get(req_id, 0)
             }
-            if lost and blocks is None:
+            if lost and blocks is None and not lost & self._cut:
                 raise Fault("vain", f"{sorted(lost)} lost blocks for {request.request_id}, which gets none")
             for req_id in lost if self.settings.priorities else ():
                 if self.scheduler.requests[req_id].priority < request.priority:

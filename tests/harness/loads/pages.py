@@ -1,13 +1,18 @@
 """The bytes of each published block against those that stock vLLM computes for its hash."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from unittest.mock import patch
 
 import torch
+from parts import part_of
+from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 
+from vllm_evict.compute.offload import Offload
+from vllm_evict.integration.engine.reaching import Reaching
 from vllm_evict.integration.engine.spec import policy_config
 from vllm_evict.integration.start.attending import layout
 from vllm_evict.integration.worker.layers import PARTS
@@ -85,7 +90,7 @@ class Stock:
 
         self.engine.scheduler.schedule = watched
         try:
-            self.engine.generate([tokens], max_tokens=1)
+            self._generate(tokens)
         finally:
             self.engine.scheduler.schedule = schedule
         # The request has ended, and its blocks keep their content until the pool hands them out again.
@@ -99,9 +104,15 @@ class Stock:
     def logprobs(self, prompt, tokens):
         """Log-probability of each of `tokens` after `prompt` and those before it."""
         ids = [*prompt, *tokens]
-        (output,) = self.engine.generate([ids], max_tokens=1, prompt_logprobs=0)
+        output = self._generate(ids, prompt_logprobs=0)
         rows = output.prompt_logprobs[len(prompt) :]
         return [row[token].logprob for row, token in zip(rows, tokens)]
+
+    def _generate(self, tokens, **sampling):
+        # The process has one connector for all engines, and this one has none.
+        with patch.object(kv_transfer_state, "_KV_CONNECTOR_AGENT", None):
+            (output,) = self.engine.generate([tokens], max_tokens=1, **sampling)
+        return output
 
 
 class Published:
@@ -117,6 +128,12 @@ class Published:
         # A drafter's layers are not the model's, so stock vLLM has no pages of theirs.
         self._slices = [[each for each in slices if each.layer in stock.layers] for slices in slices_of(engine)]
         self._tokens, self._pages = {}, {}
+        (self._reaching,) = engine.scheduler.mechanisms.of(Reaching) or (None,)
+        #: Of host blocks that layers read, as `_slices`.
+        self._on_host = []
+        if self._reaching:
+            own = part_of(engine.runtime, Offload).blocks.own
+            self._on_host = [replace(each, cache=numbers(page)) for each, page in zip(self._slices[0], own)]
         #: "pages" that were compared, "bit-equal" ones, and the "worst" difference.
         self.counts = Counter()
         pool = engine.pool
@@ -146,7 +163,8 @@ class Published:
             AssertionError: a block differs by more, or its tokens are not known.
         """
         cached = [(get_group_id(key), get_block_hash(key), found) for key, found in self._cached()]
-        alive = {block_hash for _, block_hash, _ in cached}
+        hosted = self._hosted() if self._on_host else {}
+        alive = {block_hash for _, block_hash, _ in cached} | hosted.keys()
         self._tokens = {block_hash: tokens for block_hash, tokens in self._tokens.items() if block_hash in alive}
         self._pages = {prefix: pages for prefix, pages in self._pages.items() if prefix in set(self._tokens.values())}
         # Stock's run of a prefix gives the pages of its own prefixes too.
@@ -154,11 +172,20 @@ class Published:
             if prefix not in self._pages:
                 self._compute(prefix, set(self._tokens.values()))
         for group, block_hash, blocks in cached:
-            prefix = self._tokens[block_hash]
-            for each in self._slices[group]:
-                want = self._pages[prefix][each.layer][each.heads]
-                for block in blocks:
-                    self._compare(each, block.block_id, want, prefix, tolerance)
+            for block in blocks:
+                self._compare_all(self._slices[group], block.block_id, block_hash, tolerance)
+        for block_hash, number in hosted.items():
+            self._compare_all(self._on_host, number, block_hash, tolerance)
+
+    def _hosted(self):
+        """Hash -> host block, of those that can be hit; the next plan writes others."""
+        pool, coming = self._reaching.pool, {copy.number for copy in self.engine.scheduler.next_plan.orders}
+        return {block_hash: number for block_hash, number in pool._numbers.items() if number not in coming}
+
+    def _compare_all(self, slices, block, block_hash, tolerance):
+        prefix = self._tokens[block_hash]
+        for each in slices:
+            self._compare(each, block, self._pages[prefix][each.layer][each.heads], prefix, tolerance)
 
     def _compute(self, prefix, wanted):
         size = self.engine.pool.hash_block_size

@@ -5,7 +5,6 @@ program always runs the same way, so a failing one can be printed as JSON, kept 
 """
 
 import json
-import math
 import random
 from collections.abc import Iterator
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
@@ -16,7 +15,7 @@ from vllm_evict.config.allocators import ALLOCATION, ALLOCATORS
 from vllm_evict.config.options import names_of
 from vllm_evict.policies import POLICIES
 
-from .tier import ON_HOST, on_host, selecting
+from .tier import on_host, reading
 
 #: Layers and KV heads of the model that is not there.
 LAYERS, HEADS = 4, 4
@@ -52,7 +51,7 @@ class Settings:
         watermark: share of the pool that admissions leave free.
         long: `long_prefill_token_threshold`.
         whole: `scheduler_reserve_full_isl`, admission asks whether the whole prompt fits.
-        window: tokens of sliding-window layers beside the others; 0: there are none.
+        window: tokens of sliding-window layers beside the others; 0: there are none; below 0: of chunks in their place.
         sliding: how many of the layers have the window.
         answers: one of `ANSWERS`.
         lost, late, doubled: share of reports that never come, of those that come with the next step's output instead of
@@ -173,7 +172,7 @@ class Maker:
         faithful: whether workers send every report, at once.
         requests: of a program, at most.
         drafts: whether servers speculate.
-        host: whether all servers keep evicted blocks on the host; else a part of them does, if none speculates.
+        host: whether all servers have blocks on the host; else a part of those under `full` does, if none speculates.
         audits: share of servers that audit all answers, of those that can.
     """
 
@@ -190,8 +189,9 @@ class Maker:
         self.random, self.only, self.faithful, self.requests = random.Random(seed), only, faithful, requests
         self.drafts, self.host = drafts, host
         #: Of its own, so that other programs of a seed stay what they were.
-        self.selects, self.meets = random.Random(f"select {seed}"), random.Random(f"meet {seed}")
+        self.reads = random.Random(f"select {seed}")
         self.allocates = random.Random(f"allocate {seed}")
+        self.chunks = random.Random(f"chunks {seed}")
         self.audits, self.audited = audits, random.Random(f"audit {seed}")
 
     def program(self) -> Program:
@@ -199,14 +199,14 @@ class Maker:
             settings = self._settings()
             if settings is not None:
                 ops = tuple(self._ops(settings))
-                return self._meeting(Program(self._auditing(self._selecting(settings)), ops))
+                return Program(self._auditing(self._reading(settings)), ops)
 
     def _auditing(self, settings: Settings) -> Settings:
         """The same server with audits, if it can have them and it is its turn."""
         config = parsed(settings)
         if config is None or settings.window or settings.drafts or self.audited.random() >= self.audits:
             return settings
-        if config.allocator.splits or config.selects or config.context is not None or config.evict == "host":
+        if config.allocator.splits or config.sparse_heads or config.context is not None or config.evict == "host":
             return settings
         return replace(settings, policy={**(settings.policy or {}), "audit": 1.0})
 
@@ -218,15 +218,21 @@ class Maker:
         block, seqs = pick((2, 4, 4, 8, 8, 16)), pick((1, 2, 2, 3, 4, 4, 6, 8))
         length = block * self.random.randint(6, 48) - self.random.randrange(block)
         chunk = max(block * pick((1, 2, 3, 4, 6, 8, 12)) + self.random.choice((0, 0, 0, -1, 1, block // 2)), seqs)
-        name = pick(self.only or (ON_HOST if self.host else sorted(POLICIES)))
+        name = pick(self.only or sorted(POLICIES))
         name, _, allocate = name.partition("+")
         policy = None if name == "stock" else self._policy(name, block, length)
-        if policy and not self.only and "allocate" in POLICIES[name].options and self.allocates.random() < 0.2:
+        if (
+            policy
+            and not (self.only or self.host)
+            and "allocate" in POLICIES[name].options
+            and self.allocates.random() < 0.2
+        ):
             allocate = self.allocates.choice(("ada", "pyramid"))
         if allocate:
             policy = self._allocating(policy, allocate)
-        elif name in ON_HOST and not self.drafts and (self.host or self._chance(0.2)):
-            policy = on_host(self.random, policy, block, TOKEN_BYTES)
+        elif not self.drafts and (self.host or (name == "full" and self._chance(0.5))):
+            # A chunk of one token waits for a step with more.
+            policy, chunk = on_host(self.random, block, length, TOKEN_BYTES), max(chunk, 2)
         ahead = self._chance(0.4)
         whole = self.random.random()
         settings = Settings(
@@ -268,9 +274,14 @@ class Maker:
             length = block * self.random.randint(48, 120)
             chunk, seqs = max(min(chunk, 2 * block), 8), max(seqs, 4)
             settings = replace(settings, extra=pick((64, 512)), length=length, chunk=chunk, seqs=seqs)
-        alone = config.reconstructs or config.context is not None or config.evict == "host" or settings.drafter
+        alone = config.reconstructs or config.context is not None or settings.drafter
         if len(config.classes) == 1 and not alone and self._chance(0.25):
-            settings = replace(settings, window=self.random.randint(1, 4 * block), sliding=self.random.randint(1, 3))
+            # With one layer vLLM makes several KV groups of the others, of which only one can have a host.
+            sliding = self.random.randint(2 if config.evict == "host" else 1, 3)
+            window = self.random.randint(1, 4 * block)
+            if self.chunks.random() < 0.3 and config.granularity == "block" and config.evict != "host":
+                window = -block * -(-window // block)
+            settings = replace(settings, window=window, sliding=sliding)
         return settings
 
     def _allocating(self, policy: dict[str, Any], allocate: str) -> dict[str, Any]:
@@ -285,33 +296,17 @@ class Maker:
             kept["allow"] = rand.choice(([], ["full"]))
         return kept
 
-    def _selecting(self, settings: Settings) -> Settings:
-        """The same settings, or for some policies those of a server whose decodes select blocks."""
+    def _reading(self, settings: Settings) -> Settings:
+        """The same settings, or for some policies those of a server whose decodes read a part of their blocks."""
         policy, beside = settings.policy, settings.drafts or settings.window
-        if policy is None or beside or self.selects.random() > 0.3:
+        if policy is None or beside or self.reads.random() > 0.3 or "evict" in policy:
             return settings
         own = policy.get("retrieval") or policy
-        if "select" not in POLICIES[own["name"]].options or "allocate" in own:
+        if "read" not in POLICIES[own["name"]].options or "allocate" in own:
             return settings
-        chosen = selecting(self.selects, own, settings.block, LAYERS)
+        chosen = reading(self.reads, own, settings.block, LAYERS)
         chosen = replace(settings, policy=chosen if own is policy else {**policy, "retrieval": chosen})
         return settings if parsed(chosen) is None else chosen
-
-    def _meeting(self, program: Program) -> Program:
-        """The same program, or for some on servers that compute ends of prompts again one where requests meet there.
-
-        vLLM cuts the prompt of a request that runs alone by `chunk` only. So the step after its end is known. Another
-        request arrives in that step, or the next. Then the prompt's end is computed again in steps of less than a block.
-        """
-        settings, rand, ops, at = program.settings, self.meets, [], 0
-        if not (settings.policy or {}).get("again") or rand.random() > 0.25:
-            return program
-        for op in [op for op in program.ops if op.do == "add" and not op.session][:10]:
-            steps = math.ceil((op.length - 1) / settings.chunk)
-            other = replace(op, at=at + steps + rand.randint(0, 1), id=f"{op.id}+", tokens=1, n=1)
-            ops += [replace(op, at=at, n=1), other]
-            at += 4 * (steps + op.tokens)
-        return Program(replace(settings, long=max(settings.block // 4, 1)), tuple(ops))
 
     def _policy(self, name: str, block: int, length: int) -> dict[str, Any]:
         """A policy in sizes that suit blocks and lengths; not all of them are allowed."""
@@ -366,7 +361,7 @@ class Maker:
             if self._chance(0.2):
                 values["merge"] = pick(("d2o", "ems"))
         if name == "full":  # its sizes are for blocks on the host
-            options -= {"budget", "buffer", "sink", "recent"}
+            options -= {"budget", "buffer", "sink", "recent", "when"}
         chosen |= {option: value for option, value in values.items() if option in options}
         chosen |= {"when": "budget"} if chosen.get("when") not in policy.triggers and "when" in chosen else {}
         if "context" in chosen:

@@ -11,9 +11,8 @@
 - *scores*: a prompt is reconstructed if there was room for it all the time (kvzip);
 - *vain*: blocks are evicted under pressure only if the request that lacked some gets them, and of no request that is
   more important;
-- *host*: each host block is free, or one request holds it for one hole; worker and scheduler agree whose it is, and
-  what comes back is what went; blocks that came back are private, or still published;
-- *recall*: no request is preempted in the step after a recall that would not be without it;
+- *host*: each host block is free, cached or used; worker and scheduler agree who uses it; what is under a hash was
+  computed of its tokens; staging pages suffice for the prompts of a step;
 - *stall*: requests get on, see `Invariants._stall`;
 - *left*: once all requests are done, every block is in the pool and nothing is remembered of any request.
 
@@ -51,7 +50,7 @@ from vllm_evict.config import KVPolicyError
 from vllm_evict.core.mechanisms import Pressure
 from vllm_evict.core.plan import PLAN
 from vllm_evict.integration.engine.audits import Audits
-from vllm_evict.integration.engine.offloading import Offloading
+from vllm_evict.integration.engine.reaching import Reaching
 from vllm_evict.integration.engine.reconstruction import Reconstructions
 from vllm_evict.policies import POLICIES
 
@@ -81,15 +80,19 @@ class Simulation(Invariants):
         self.managers = self.cache.coordinator.single_type_managers
         self.evictable = list(getattr(self.scheduler, "kv_managers", ()))
         groups = [manager.kv_cache_group_id for manager in self.evictable]
-        windows = [getattr(manager.kv_cache_spec, "sliding_window", None) or 0 for manager in self.managers]
+        specs = [manager.kv_cache_spec for manager in self.managers]
+        windows = [
+            getattr(spec, "sliding_window", None) or -(getattr(spec, "attention_chunk_size", None) or 0)
+            for spec in specs
+        ]
         config = getattr(self.scheduler, "kv_policy", None)
         context = config.context if config is not None and config.context != "model" else None
         of = getattr(self.scheduler, "mechanisms", None)
-        pool = next((each.pool for each in of.of(Offloading)), None) if of else None
-        host = None if pool is None else HostTier(pool.blocks, settings.block)
+        pool = next((each.pool for each in of.of(Reaching)), None) if of else None
+        host = None if pool is None else HostTier(pool.blocks, settings.block, settings.length)
         parts = [config.of_class(manager.kv_cache_spec.head_class) for manager in self.evictable]
-        selected = [-(-part.select // settings.block) for part in parts]
-        self.worker = Worker(settings, self.pool.num_gpu_blocks, groups, windows, context, host, selected)
+        read = [part.read_blocks(settings.block)[0] if part.sparse else 0 for part in parts]
+        self.worker = Worker(settings, self.pool.num_gpu_blocks, groups, windows, context, host, read)
         self.counts: Counter[str] = Counter()
         self.live: dict[str, Request] = {}
         #: Steps in flight: the plan, what will come back, and the rows and turns that requests had.
@@ -110,13 +113,11 @@ class Simulation(Invariants):
         self._paused = 0
         #: Requests that are to have their prompts reconstructed: whether there was room in each step so far.
         self._room: dict[str, bool] = {}
+        self._cut: set[str] = set()
+        if host is not None:
+            self._watch_host()
         if of and of.of(Pressure):
             self._watch_pressure()
-        #: Most blocks that each request has held; blocks that recalls have taken from the pool since the last step.
-        self._peaks: dict[str, int] = {}
-        self._taken = 0
-        if host is not None:
-            self._watch_recalls()
         if settings.priorities:
             self._withdraw_what_is_not_computed()
         if of and of.of(Audits):
@@ -163,7 +164,7 @@ class Simulation(Invariants):
         """One turn of the engine core's loop (`EngineCore.step` and `step_with_batch_queue`); False: nothing to do."""
         scheduler = self.scheduler
         if scheduler.has_requests():
-            output, self._taken = scheduler.schedule(), 0
+            output = scheduler.schedule()
             answer = self.worker.run(output)
             rows = {req_id: self.worker.rows[req_id] for req_id in output.num_scheduled_tokens}
             self._queue.append((output, answer, {req_id: (row, row.turns) for req_id, row in rows.items()}))
@@ -322,7 +323,6 @@ class Simulation(Invariants):
         del self.live[req_id]
         self._furthest.pop(req_id, None)
         self._room.pop(req_id, None)
-        self._peaks.pop(req_id, None)
         self._since = 0
 
     def _take(self, taken: dict[int, Any]) -> None:
@@ -425,7 +425,7 @@ def main() -> None:
     parser.add_argument("--policy", action="append", choices=[*sorted(POLICIES), "stock"], help="all, if left out")
     parser.add_argument("--faithful", action="store_true", help="no report is lost or late")
     parser.add_argument("--drafts", action="store_true", help="all servers speculate")
-    parser.add_argument("--host", action="store_true", help="all servers keep evicted blocks on the host")
+    parser.add_argument("--host", action="store_true", help="all servers have blocks on the host")
     parser.add_argument("--replay", help="a file with a program, as it was printed; - for standard input")
     parser.add_argument("--shrink", type=float, default=60.0, help="seconds to shorten a failing program; 0: do not")
     parser.add_argument("--most", type=int, default=1, help="stop after so many kinds of faults")

@@ -1,4 +1,4 @@
-"""How a failing program of the scheduler's load becomes a short one that still fails."""
+"""How failing programs become short ones that still fail: those of the scheduler's load, and lists of anything."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -6,6 +6,25 @@ from dataclasses import fields, replace
 from typing import Any
 
 from .program import Program, default_of, parsed
+
+
+def fewest(items: list, fails: Callable[[list], bool]) -> list:
+    """Return what is left of a list that fails once no part can be removed without which it fails, halves first."""
+    size = len(items) // 2
+    while size:
+        for rest in _without(items, size):
+            if rest and fails(rest):
+                items = rest
+                break
+        else:
+            size //= 2
+    return items
+
+
+def _without(items: Any, size: int) -> Iterator[Any]:
+    """Yield a sequence without each of its parts of a size."""
+    for start in range(0, len(items), size):
+        yield items[:start] + items[start + size :]
 
 
 def shrink(program: Program, fails: Callable[[Program], bool], seconds: float = 60.0) -> Program:
@@ -36,8 +55,8 @@ def _shorter(program: Program) -> Iterator[Program]:
     settings, ops = program.settings, program.ops
     size = len(ops) // 2
     while size:
-        for start in range(0, len(ops), size):
-            yield Program(settings, ops[:start] + ops[start + size :])
+        for rest in _without(ops, size):
+            yield Program(settings, rest)
         size //= 2
     for each in fields(settings):
         value, default = getattr(settings, each.name), default_of(each)

@@ -129,36 +129,45 @@ class DenseHybrid:
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="masked").eval()
         config = self.model.config
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.dtype = dtype
-        self._mask, self._probs = torch.ones(2, 2, dtype=torch.bool).tril(), []
+        self.dtype, self.head_dim = dtype, SIZES["head_dim"]
+        self._first, self._mask, self._masks, self._probs = 0, torch.ones(2, 2, dtype=torch.bool).tril(), {}, []
         self.model(torch.zeros(1, 2, dtype=torch.long), use_cache=False)
         self.layers = len(self._probs)
         self.full = list(range(self.layers))
 
     def new_cache(self):
-        return [torch.zeros(0, dtype=torch.long), torch.zeros(0, 0, dtype=torch.bool)]
+        return [torch.zeros(0, dtype=torch.long), {}]
 
     @torch.no_grad()
     def forward(self, ids, cache, mask, want_probs=False):
-        """As `DenseLlama.forward`, with one mask for all heads."""
-        tokens, before = cache
-        tokens = torch.cat([tokens, torch.as_tensor(ids, dtype=torch.long)])
-        first = len(before)
-        self._mask = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
-        self._mask[:first, :first] = before
-        self._mask[first:] = mask
-        cache[:] = tokens, self._mask
-        self._probs = []
+        """As `DenseLlama.forward`, with one mask for all heads, or a function that makes one of each layer."""
+        tokens, self._masks = cache
+        self._first, self._mask, self._probs = len(tokens), mask, []
+        first = self._first
+        tokens = cache[0] = torch.cat([tokens, torch.as_tensor(ids, dtype=torch.long)])
         logits = self.model(tokens[None], use_cache=False).logits[0, first:]
         return logits, torch.stack(self._probs)[:, :, first:] if want_probs else None
 
     def _attend(self, module, query, key, value, attention_mask, scaling, **kwargs):
+        mask = self._seen(module, query, key)
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         scores = (query @ key.transpose(2, 3)) * scaling
-        probs = scores.masked_fill(~self._mask, float("-inf")).float().softmax(-1)
+        probs = scores.masked_fill(~mask, float("-inf")).float().softmax(-1)
         self._probs.append(probs[0])
         return (probs.to(value.dtype) @ value).transpose(1, 2).contiguous(), probs
+
+    def _seen(self, module, query, key):
+        """The mask of a layer: bool [H, N, N], or one for all heads."""
+        layer, first, length = len(self._probs), self._first, key.shape[2]
+        rows = self._mask
+        if callable(rows):
+            rows = rows(layer, query[0, :, first:].transpose(0, 1), key[0].transpose(0, 1))
+        mask = torch.zeros(self.heads, length, length, dtype=torch.bool)
+        mask[:, :first, :first] = self._masks.get(layer, False)
+        mask[:, first:] = rows
+        self._masks[layer] = mask
+        return mask
 
 
 def add_mtp(path: Path) -> None:

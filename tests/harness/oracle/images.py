@@ -20,6 +20,11 @@ TEXT = dict(
 )  # fmt: skip
 IMAGE, START, END, VIDEO = 250, 251, 252, 253
 WORDS = {IMAGE: "<|image_pad|>", START: "<|vision_start|>", END: "<|vision_end|>", VIDEO: "<|video_pad|>"}
+#: Gemma's processor puts an image between newlines, and finds them among others.
+NEWLINES = {246 + count: "\n" * (count + 1) for count in range(4)}
+#: Names that Gemma 4's processor has of its own.
+GEMMA4 = {VIDEO: "<|video|>", 249: "<|audio|>", 254: "<|audio_start|>", 255: "<|audio_end|>"}
+NAMED = dict(boi_token=WORDS[START], eoi_token=WORDS[END], image_token=WORDS[IMAGE])
 QWEN = dict(image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END)
 SEES = dict(depth=2, hidden_size=64, num_heads=2, intermediate_size=128, out_hidden_size=128, initializer_range=0.2)
 #: Kind -> text and vision configuration, and what stands beside them.
@@ -61,35 +66,78 @@ KINDS = {
         QWEN,
     ),
 }  # fmt: skip
+#: The same, of models whose images attend to themselves (prefix-LM): an image of 64 tokens, in windows of 80.
+PREFIX_WINDOW = 80
+PREFIX_LM = {
+    "gemma3": (
+        dict(
+            TEXT, query_pre_attn_scalar=32, sliding_window=PREFIX_WINDOW,
+            layer_types=["full_attention", "sliding_attention", "full_attention"], num_hidden_layers=3,
+        ),
+        dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, image_size=112,
+             patch_size=14),
+        dict(image_token_index=IMAGE, boi_token_index=START, eoi_token_index=END, mm_tokens_per_image=64),
+    ),
+    # An image of up to 70 tokens.
+    "gemma4": (
+        dict(
+            TEXT, sliding_window=PREFIX_WINDOW, layer_types=["sliding_attention", "full_attention"] * 2,
+            num_hidden_layers=4, global_head_dim=32, hidden_size_per_layer_input=0, pad_token_id=0,
+            vocab_size_per_layer_input=VOCAB, use_bidirectional_attention="vision",
+        ),
+        dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+             head_dim=32, default_output_length=70),
+        dict(image_token_id=IMAGE, boi_token_id=START, eoi_token_id=END, video_token_id=VIDEO, audio_config=None),
+    ),
+}  # fmt: skip
 #: Kinds whose linear attention vLLM's CPU engine computes in bfloat16 alone.
 BFLOAT16 = ("qwen3_5",)
 
 
 def make_tiny(path: Path, kind: str) -> Path:
-    """Write a random model of a kind in `KINDS`, with its processor, to a directory."""
-    text, vision, own = KINDS[kind]
+    """Write a random model of a kind in `KINDS` or `PREFIX_LM`, with its processor, to a directory."""
+    text, vision, own = (KINDS | PREFIX_LM)[kind]
     config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, tie_word_embeddings=False, **own)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        if kind in PREFIX_LM:
+            torch.nn.init.normal_(projection(model.model))
     model.to(torch.bfloat16 if kind in BFLOAT16 else torch.float32).save_pretrained(path)
-    if kind == "llava":  # as checkpoints name them, and vLLM reads them
+    if kind in ("llava", "gemma3"):  # as checkpoints name them, and vLLM reads them
         weights = load_file(path / "model.safetensors")
         weights = {name.replace("vision_tower.", "vision_tower.vision_model."): it for name, it in weights.items()}
         save_file(weights, path / "model.safetensors", {"format": "pt"})
-    write_tokenizer(path, VOCAB, MAX_LEN, WORDS)
-    processor(kind, AutoTokenizer.from_pretrained(path)).save_pretrained(path)
+    write_tokenizer(path, VOCAB, MAX_LEN, WORDS | {"gemma3": NEWLINES, "gemma4": GEMMA4}.get(kind, {}))
+    processor(kind, path).save_pretrained(path)
     return path
 
 
-def processor(kind, tokenizer):
+def projection(model):
+    """Weights by which what a model of `PREFIX_LM` sees becomes embeddings of tokens."""
+    if hasattr(model, "multi_modal_projector"):
+        return model.multi_modal_projector.mm_input_projection_weight
+    return model.embed_vision.embedding_projection.weight
+
+
+def processor(kind, path):
     """As checkpoints of the kind have it; images of Qwen's kinds have a token for 28 × 28 or 32 × 32 pixels."""
     import transformers as hf
 
+    named = NAMED if kind in PREFIX_LM else {}
+    if kind == "gemma4":
+        named = named | dict(audio_token=GEMMA4[249], boa_token=GEMMA4[254], eoa_token=GEMMA4[255])
+    tokenizer = AutoTokenizer.from_pretrained(path, pad_token="t0", extra_special_tokens=named)
     if kind == "llava":
         images = hf.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
         own = dict(patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1)
         return hf.LlavaProcessor(images, tokenizer, image_token=WORDS[IMAGE], **own)
+    if kind == "gemma3":
+        size = {"height": 112, "width": 112}
+        return hf.Gemma3Processor(hf.Gemma3ImageProcessor(size=size), tokenizer, image_seq_length=64)
+    if kind == "gemma4":
+        images = hf.Gemma4ImageProcessor(max_soft_tokens=70)
+        return hf.Gemma4Processor(hf.Gemma4AudioFeatureExtractor(), images, tokenizer, hf.Gemma4VideoProcessor())
     patch = 14 if kind == "qwen2_5_vl" else 16
     images = hf.Qwen2VLImageProcessor(patch_size=patch, min_pixels=16 * patch**2, max_pixels=2**20)
     if kind == "qwen2_5_vl":
@@ -101,14 +149,16 @@ class DenseImages:
     """A model of `make_tiny`, computed by transformers from its first token on with each step.
 
     It stands in for `oracle.model.DenseLlama`. Its cache holds the tokens so far and the mask of their queries.
+    `together`: whether tokens of an image attend to each other.
     """
 
-    def __init__(self, path: Path, kind: str) -> None:
+    def __init__(self, path: Path, kind: str, together: bool = False) -> None:
+        self._together = together
         ALL_ATTENTION_FUNCTIONS.register("masked-text", self._attend)  # of this model, in `forward` again
         how = {"text_config": "masked-text", "vision_config": "eager"}
         self.model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, attn_implementation=how)
         self.model.eval()
-        self.processor = processor(kind, AutoTokenizer.from_pretrained(path))
+        self.processor = processor(kind, path)
         text = self.model.config.text_config
         self.heads, self.kv_heads = text.num_attention_heads, text.num_key_value_heads
         kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
@@ -116,12 +166,13 @@ class DenseImages:
         self.layers = len(self._layers)
         self.full, self.dtype = list(range(self.layers)), torch.float32
         self._prompt, self._images = torch.zeros(0, dtype=torch.long), {}
-        self._mask, self._probs = None, {}
+        self._mask, self._window, self._probs = None, None, {}
 
     def see(self, prompt, images) -> None:
         """Set the prompt, with a token for each part of an image, and its images."""
         self._prompt = torch.as_tensor(prompt, dtype=torch.long)
         self._images = dict(self.processor.image_processor(images, return_tensors="pt"))
+        self._images.pop("num_soft_tokens_per_image", None)
 
     def new_cache(self):
         return [torch.zeros(0, dtype=torch.long), torch.zeros(0, 0, dtype=torch.bool)]
@@ -135,20 +186,32 @@ class DenseImages:
         seen = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
         seen[:first, :first] = before
         seen[first:] = mask
-        cache[:] = tokens, seen
+        number = (tokens != IMAGE).long().cumsum(0)
+        image = (tokens == IMAGE) & (tokens == IMAGE)[:, None] & (number == number[:, None]) & self._together
+        seen[first:] |= image[first:]
+        cache[:], self._seen = [tokens, seen], seen
         whole = torch.cat([tokens, self._prompt[len(tokens) :]])
         self._mask = torch.ones(len(whole), len(whole), dtype=torch.bool).tril()
         self._mask[: len(tokens), : len(tokens)] = seen
+        back = torch.arange(len(whole))[:, None] - torch.arange(len(whole))
+        self._window = (back >= 0) & (back < PREFIX_WINDOW)
+        self._window[: len(tokens), : len(tokens)] |= seen.triu(1)
         ALL_ATTENTION_FUNCTIONS.register("masked-text", self._attend)
-        kinds = {"mm_token_type_ids": (whole == IMAGE).long()[None]} if "image_grid_thw" in self._images else {}
+        typed = {"image_grid_thw", "image_position_ids"}.intersection(self._images)
+        kinds = {"mm_token_type_ids": (whole == IMAGE).long()[None]} if typed else {}
         logits = self.model(whole[None], use_cache=False, **self._images, **kinds).logits[0, first : len(tokens)]
         probs = torch.stack([self._probs[layer] for layer in self._layers])
         return logits, probs[:, :, first : len(tokens), : len(tokens)] if want_probs else None
+
+    def seen_by(self, first):
+        """What queries from the `first` on have seen: bool [Q, N]."""
+        return self._seen[first:]
 
     def _attend(self, module, query, key, value, attention_mask, scaling, **kwargs):
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         scores = (query @ key.transpose(2, 3)) * scaling
-        self._probs[module.layer_idx] = scores.masked_fill(~self._mask, float("-inf")).softmax(-1)[0]
+        mask = self._mask if module.layer_idx in self._layers else self._window
+        self._probs[module.layer_idx] = scores.masked_fill(~mask, float("-inf")).softmax(-1)[0]
         probs = self._probs[module.layer_idx][None]
         return (probs @ value).transpose(1, 2).contiguous(), probs

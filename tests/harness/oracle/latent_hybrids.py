@@ -42,11 +42,11 @@ LATENT_HYBRIDS = {
 }  # fmt: skip
 
 
-def make_latent_hybrid(path: Path, architecture: str) -> Path:
+def make_latent_hybrid(path: Path, architecture: str, vocab: int = VOCAB) -> Path:
     """Write a random model of an architecture in `LATENT_HYBRIDS` to a directory."""
     own = LATENT_HYBRIDS[architecture]
     config = dict(
-        architectures=[architecture], vocab_size=VOCAB, hidden_size=HIDDEN,
+        architectures=[architecture], vocab_size=vocab, hidden_size=HIDDEN,
         intermediate_size=INNER, num_hidden_layers=LAYERS, num_attention_heads=HEADS, head_dim=DIM,
         layer_group_size=GROUP, kv_lora_rank=LATENT, qk_rope_head_dim=ROPE, qk_nope_head_dim=NOPE, v_head_dim=VALUE,
         max_position_embeddings=MAX_LEN, rms_norm_eps=EPS, rope_theta=THETA, first_k_dense_replace=LAYERS,
@@ -57,8 +57,8 @@ def make_latent_hybrid(path: Path, architecture: str) -> Path:
     )  # fmt: skip
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(config))
-    save_file(_weights(own, architecture), path / "model.safetensors")
-    write_tokenizer(path, VOCAB, MAX_LEN)
+    save_file(_weights(own, architecture, vocab), path / "model.safetensors")
+    write_tokenizer(path, vocab, MAX_LEN)
     return path
 
 
@@ -69,7 +69,7 @@ def names_of(architecture: str) -> dict[str, str]:
     return {"embed": "model.word_embeddings.weight", "attention": "attention.", "out": "dense"}
 
 
-def _weights(own: dict, architecture: str) -> dict[str, torch.Tensor]:
+def _weights(own: dict, architecture: str, vocab: int) -> dict[str, torch.Tensor]:
     generator, names = torch.Generator().manual_seed(0), names_of(architecture)
     kimi, delta = architecture == "KimiLinearForCausalLM", architecture != "BailingMoeV2_5ForCausalLM"
 
@@ -80,9 +80,9 @@ def _weights(own: dict, architecture: str) -> dict[str, torch.Tensor]:
         return 1 + normal(size, std=0.1)
 
     weights = {
-        names["embed"]: normal(VOCAB, HIDDEN, std=1.0),
+        names["embed"]: normal(vocab, HIDDEN, std=1.0),
         "model.norm.weight": norm(HIDDEN),
-        "lm_head.weight": normal(VOCAB, HIDDEN, std=0.3),
+        "lm_head.weight": normal(vocab, HIDDEN, std=0.3),
     }
     width = HEADS * DIM
     for layer in range(LAYERS):

@@ -265,7 +265,7 @@ class Request:
 
         A query that sees t tokens finds a block of which it sees s tokens pivotal if it gives it more than s / t.
         """
-        seen = self.mask(first)
+        seen = getattr(self.model, "seen_by", self.mask)(first)
         by_head = probs.double().unflatten(1, (self.model.kv_heads, -1)).mean(2)  # [L, G, Q, N]
         counts = torch.zeros(*by_head.shape[:2], self.blocks(), dtype=torch.float64)
         for q in torch.where(counted)[0].tolist():

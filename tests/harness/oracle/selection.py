@@ -2,93 +2,165 @@
 
 import math
 
+import numpy as np
 import torch
+from engine import logprobs_of
 
 #: Tokens of a block.
 BLOCK = 32
 
 
 class Chooser:
-    """What layers of a dense model see under a selection. Chooses by plain loops over its own queries and keys.
+    """What layers of a dense model see that read a part of their blocks. Chooses by loops over its own queries and keys.
 
     Args:
+        read, sink, recent, hold, index: fields of the policy.
+        dense_layers: the first layers of the model, which see everything.
+        leaders: each so manieth of the other layers scores blocks, and others choose by its scores; or the layers that
+            see everything and score blocks for the layers after them.
+        fetch: most blocks that come to the `rooms` of a layer with one choice; the best ones there stand for others.
         ranks: each chooses for its own heads.
+        size: tokens of a block.
 
     Attributes:
         closest: how near, relative to the larger, the shares of a chosen block and of another one came.
         chosen: number of choices.
+        rooms: for each layer [block, choice that read it last] in each place of its room.
+        on_host: blocks that are in a room or on the host.
     """
 
     def __init__(
         self,
         model,
         *,
-        select,
-        select_sink,
-        select_recent,
-        dense_layers=2,
-        filter_layers=(),
-        select_every=1,
-        select_bounds="box",
+        read,
+        sink,
+        recent,
+        hold=8,
+        index="box",
+        dense_layers=0,
+        leaders=1,
+        fetch=0,
         ranks=1,
+        size=BLOCK,
     ):
-        self.model, self.every, self.bounds = model, select_every, select_bounds
-        self.recent = math.ceil((select_recent - 1) / BLOCK) + 1
-        self.sinks, self.blocks = math.ceil(select_sink / BLOCK), math.ceil(select / BLOCK)
-        self.dense, self.filters = dense_layers, filter_layers
+        self.model, self.every, self.index = model, hold, index
+        self.scale = getattr(model, "scale", model.head_dim**-0.5)
+        self.recent, self.size = math.ceil((recent - 1) / size) + 1, size
+        self.sinks, self.blocks = math.ceil(sink / size), math.ceil(read / size)
         self.ranks = torch.arange(model.heads).chunk(ranks)
+        listed = not isinstance(leaders, int)
+        first = leaders[0] if listed else dense_layers
+        self.dense = {layer for layer in model.full if layer < first or (listed and layer in leaders)}
+        others = [layer for layer in model.full if layer >= first]
+        self.leads = set(leaders) if listed else set(others[::leaders])
+        self.fetch, self.rooms, self.on_host, self._shares = fetch, {}, set(), {}
         self.steps, self.held, self.closest, self.chosen = 0, {}, math.inf, 0
+        self._resident = []
 
-    def mask(self, base, resident):
-        """A step's mask. base: bool [Q, N] of all resident tokens; resident: logical blocks, ascending."""
-        if len(base) > 1 or len(resident) <= self.blocks:
+    def mask(self, base, resident, decodes=None, later=()):
+        """A step's mask. base: bool [Q, N] of all resident tokens; resident: logical blocks, ascending.
+
+        `decodes`: whether the step's queries choose; None: one does. All read the blocks `later`, which drafts begin.
+        """
+        if not (len(base) == 1 if decodes is None else decodes) or len(resident) <= self.blocks:
             self.held, self.steps = {}, 0
             return base
-        if self.steps % self.every == 0:
-            self.held = {}
-        self.steps += 1
-        latest = [None]
+        self.step(resident)
+        of_block = torch.arange(base.shape[1]) // self.size
+        always = resident[: self.sinks] + resident[-self.recent :]
 
         def of_layer(layer, queries, keys):
-            own = layer in self.filters if self.filters else layer >= self.dense
-            if own:
-                if layer not in self.held:
-                    self.held[layer] = [self.choose(queries[0], keys, resident, each.tolist()) for each in self.ranks]
-                latest[0] = self.held[layer]
-            if latest[0] is None or layer in self.filters or (not self.filters and not own):
+            if layer not in self.model.full:
                 return base
-            of_block, always = torch.arange(base.shape[1]) // BLOCK, resident[: self.sinks] + resident[-self.recent :]
-            seen = [torch.isin(of_block, torch.tensor(always + blocks)) for blocks in latest[0]]
+            chosen = self.of_layer(layer, queries, keys, resident, [None] * len(self.ranks))
+            if chosen is None:
+                return base
+            seen = [torch.isin(of_block, torch.tensor([*always, *later, *blocks])) for blocks in chosen]
             return base & torch.stack(seen).repeat_interleave(len(self.ranks[0]), 0)[:, None]
 
         return of_layer
 
-    def choose(self, query, keys, resident, heads):
-        """The best blocks for some query heads."""
+    def assert_answered(self, logits, prompt, output, atol):
+        """Assert that log-probabilities of an answer are those of the model's logits; return the number of choices.
+
+        logits: [n, V], after tokens of the prompt that were computed, `prompt` of them, and of the answer.
+        """
+        logprobs = torch.log_softmax(logits.double(), -1)
+        assert self.closest > 1e-5, "rounding could choose another block: take another prompt"
+        want = [logprobs[prompt - 1 + i, token].item() for i, token in enumerate(output.outputs[0].token_ids)]
+        np.testing.assert_allclose(logprobs_of(output), want, atol=atol)
+        return self.chosen
+
+    def step(self, resident):
+        """A decode begins: choices are made anew if they are old, if a block has begun, or if some are gone."""
+        if self.steps % self.every == 0 or resident != self._resident:
+            self.held, self.steps = {}, 0
+        self._resident = resident
+        self.steps += 1
+
+    def of_layer(self, layer, queries, keys, resident, heads_of_ranks):
+        """The blocks that each rank reads in a layer; None: all of them. Query heads of None are the rank's.
+
+        Of several queries the one counts that may pay a block the most attention.
+        """
+        if layer not in self.held:
+            self.held[layer] = None
+            if layer in self.leads:
+                for rank, heads in enumerate(heads_of_ranks):
+                    own = self.ranks[rank].tolist() if heads is None else heads
+                    of_each = [self.shares(query, keys, resident, own) for query in queries]
+                    self._shares[rank] = torch.stack(of_each).amax(0)
+            if layer not in self.dense:
+                self.held[layer] = [self.choose(layer, rank, resident) for rank in range(len(heads_of_ranks))]
+        return self.held[layer]
+
+    def choose(self, layer, rank, resident):
+        """The best blocks by the last shares of a rank."""
+        full, shares = resident[:-1], self._shares[rank]
+        last = len(resident) - self.recent
+        order = sorted(range(self.sinks, last), key=lambda place: -shares[place])
+        count = self.blocks - self.sinks - self.recent
+        if self.fetch:
+            order = self._in_bounds(layer, [full[place] for place in order], count)
+            self.chosen += 1
+            return sorted(order[:count])
+        kept, other = shares[order[count - 1]].item(), shares[order[count]].item()
+        self.closest, self.chosen = min(self.closest, 1 - other / kept), self.chosen + 1
+        return sorted(full[place] for place in order[:count])
+
+    def _in_bounds(self, layer, order, count):
+        """Blocks by rank, with those over the bound of blocks that come last; the room takes in what is read."""
+        room, misses, kept, over = self.rooms[layer], 0, [], []
+        for block in order:
+            there = block not in self.on_host or any(block == held for held, _ in room)
+            misses += not there
+            (over if not there and misses > self.fetch else kept).append(block)
+        chosen, now = (kept + over)[:count], self.chosen + 1
+        come = [block for block in chosen if block in self.on_host and all(block != held for held, _ in room)]
+        for place in room:
+            if place[0] in chosen:
+                place[1] = now
+        free = sorted((place for place in room if place[0] not in chosen), key=lambda place: place[1])
+        for place, block in zip(free, come):
+            place[:] = block, now
+        return kept + over
+
+    def shares(self, query, keys, resident, heads):
+        """The share of attention that some query heads may pay to each full block, summed up."""
         group = self.model.heads // self.model.kv_heads
         full, shares = resident[:-1], torch.zeros(len(resident) - 1, dtype=torch.float64)
         for h in heads:
             bounds = []
             for block in full:
-                of_block = keys[block * BLOCK : (block + 1) * BLOCK, h // group].double()
-                q = query[h].double()
-                if self.bounds == "signs":
-                    bounds.append(torch.logsumexp(_of_signs(of_block) @ q / self.model.head_dim**0.5, 0))
-                    continue
-                if self.bounds != "box":
-                    centre = sum(of_block) / len(of_block)
-                    radius = max((key - centre).norm() for key in of_block) if self.bounds == "sphere" else 0
-                    bounds.append(q @ centre + q.norm() * radius)
-                    continue
-                bounds.append(torch.maximum(q * of_block.amax(0), q * of_block.amin(0)).sum())
-            unit = 1 if self.bounds == "signs" else self.model.head_dim**0.5
-            shares += (torch.stack(bounds) / unit).softmax(0)
-        last = len(resident) - self.recent
-        order = sorted(range(self.sinks, last), key=lambda place: -shares[place])
-        count = self.blocks - self.sinks - self.recent
-        kept, other = shares[order[count - 1]].item(), shares[order[count]].item()
-        self.closest, self.chosen = min(self.closest, 1 - other / kept), self.chosen + 1
-        return sorted(full[place] for place in order[:count])
+                of_block = keys[block * self.size : (block + 1) * self.size, h // group].double()
+                q = query[h].double() * self.scale
+                if self.index == "signs":
+                    bounds.append(torch.logsumexp(_of_signs(of_block) @ q, 0))
+                else:
+                    bounds.append(torch.maximum(q * of_block.amax(0), q * of_block.amin(0)).sum())
+            shares += torch.stack(bounds).softmax(0)
+        return shares
 
 
 def _of_signs(keys):

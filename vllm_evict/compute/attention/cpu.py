@@ -1,8 +1,6 @@
 """`BackendOps` of vLLM's CPU attention backend."""
 
 from collections.abc import Sequence
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,17 +10,16 @@ from ..kernels.decode import decode_classes, decode_mass
 from ..kernels.logits import logits_of
 from ..kernels.mass import block_mass, kernel_path, pack_keys, pack_values, unpack_keys, unpack_values
 from ..kernels.paged import PagedAttention
-from ..kernels.queries import Queries
 from ..probes import LayerCall, Measured
 from ..work import HeadSlice
 from .fp8 import cache_scales, elements, scaled, scales, stored_as
-from .ops import CPU_FP8_NAMES, WithoutScratch
+from .ops import CPU_FP8_NAMES, BackendOps
 
 #: ISA of the backend -> layout of its packed keys in `block_mass`.
 KEY_LAYOUTS = {"vec": "vec", "vec16": "vec", "amx": "amx"}
 
 
-class CPUOps(WithoutScratch):
+class CPUOps(BackendOps):
     """`BackendOps` on a CPU.
 
     A block and head of kv_cache has all keys before all values, packed. Metadata is vLLM's `CPUAttentionMetadata`.
@@ -32,9 +29,7 @@ class CPUOps(WithoutScratch):
     decodes_measured = True
     beside = "block_mass"
 
-    @staticmethod
-    def unreadable(layer: Any) -> str | None:
-        """See `BackendOps.unreadable`."""
+    def unreadable(self, layer: Any) -> str | None:
         if layer.impl.is_fp8_kv_cache and layer.kv_cache_dtype not in CPU_FP8_NAMES:
             readable = f"the model's own dtype, {', '.join(CPU_FP8_NAMES)}"
             return f"keeps its keys as {layer.kv_cache_dtype}, which the score pass can't read (it reads {readable})"
@@ -42,86 +37,57 @@ class CPUOps(WithoutScratch):
             return None
         return f"packs its keys for {layer.isa!r}, which the score pass can't read (it reads {', '.join(KEY_LAYOUTS)})"
 
-    @staticmethod
-    def can_decode(layer: Any) -> bool:
-        """Return whether `decode` computes what the layer's own kernel does, faster than that and `mass`."""
-        readable = CPUOps.unreadable(layer) is None and layer.impl.head_size % 16 == 0
+    def can_decode(self, layer: Any) -> bool:
+        readable = self.unreadable(layer) is None and layer.impl.head_size % 16 == 0
         return layer.impl.alibi_slopes is None and readable and kernel_path() not in ("torch reference", "portable")
 
-    @staticmethod
-    def outruns(layer: Any) -> bool:
-        """See `BackendOps.outruns`. vLLM's kernels for AMX are faster, several times so for prompts."""
+    def outruns(self, layer: Any) -> bool:
+        # vLLM's kernels for AMX are faster, several times so for prompts.
         return KEY_LAYOUTS.get(layer.isa) == "vec"
 
-    @staticmethod
     def compact(
-        layer: Any, kv_caches: Sequence[torch.Tensor], source: torch.Tensor, keep: torch.Tensor, target: torch.Tensor
+        self,
+        layer: Any,
+        kv_caches: Sequence[torch.Tensor],
+        source: torch.Tensor,
+        keep: torch.Tensor,
+        target: torch.Tensor,
     ) -> None:
-        """See `BackendOps.compact`."""
         compact([_pages(kv_cache) for kv_cache in kv_caches], source, keep, target, layout=KEY_LAYOUTS[layer.isa])
 
-    @staticmethod
-    def mass(call: LayerCall, measured: Measured) -> None:
-        """See `BackendOps.mass`; runs `block_mass`, which skips queries of weight 0 by itself."""
-        block_mass(_attention(call, measured))
+    def mass(self, call: LayerCall, measured: Measured) -> None:
+        block_mass(_attention(call, measured))  # skips queries of weight 0 by itself
 
-    @staticmethod
-    def mass_of(call: LayerCall, queries: Queries, width: int) -> torch.Tensor:
-        """See `BackendOps.mass_of`; runs `block_mass`."""
-        kv_heads = call.kv_heads
-        out = torch.zeros(len(queries.tokens), kv_heads, width)
-        alone = SimpleNamespace(
-            num_actual_tokens=len(out),
-            block_table=call.metadata.block_table[queries.rows],
-            query_start_loc=torch.arange(len(out) + 1, dtype=torch.int32),
-            seq_lens=queries.lens,
-        )
-        single = replace(call, query=call.query[queries.tokens], metadata=alone)
-        block_mass(_attention(single, Measured(out)))
-        return out.mul_(kv_heads / call.query.shape[1])
-
-    @staticmethod
-    def decode(call: LayerCall, rows: torch.Tensor, seq_lens: torch.Tensor, measured: Measured) -> None:
-        """See `BackendOps.decode`; runs `decode_mass`."""
+    def decode(self, call: LayerCall, rows: torch.Tensor, seq_lens: torch.Tensor, measured: Measured) -> None:
         attention = _attention(call, measured, seq_lens)
         decode_mass(attention, rows, call.output[: len(attention.query)].view(attention.query.shape))
 
-    @staticmethod
-    def decode_together(slices: Sequence[HeadSlice], measured: Sequence[Measured]) -> None:
-        """See `BackendOps.decode_together`; runs `decode_classes`."""
+    def decode_together(self, slices: Sequence[HeadSlice], measured: Sequence[Measured]) -> None:
         classes = [_attention(heads.call, its, heads.work.seq_lens) for heads, its in zip(slices, measured)]
         outputs = [heads.call.output[: len(its.query)] for heads, its in zip(slices, classes)]
         decode_classes(classes, slices[0].work.rows, outputs)
 
-    @staticmethod
     def write(
-        layer: Any, kv_cache: torch.Tensor, blocks: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        self, layer: Any, kv_cache: torch.Tensor, blocks: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
-        """See `BackendOps.write`."""
         packs = (pack_keys, keys), (pack_values, values)
         halves = _halves(elements(layer, kv_cache))
         for half, scale, (pack, content) in zip(halves, cache_scales(layer, kv_cache), packs):
             half[blocks] = pack(stored_as(content, half.dtype, scale), KEY_LAYOUTS[layer.isa])
 
-    @staticmethod
     def read(
-        layer: Any, kv_cache: torch.Tensor, blocks: torch.Tensor, values: bool = True
+        self, layer: Any, kv_cache: torch.Tensor, blocks: torch.Tensor, values: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `BackendOps.read`. An fp8 cache gives float32, multiplied by its scale."""
         stored_keys, stored_values = _halves(elements(layer, kv_cache))
-        keys, scale = CPUOps.as_keys(layer, stored_keys[blocks]), cache_scales(layer, kv_cache)[1]
+        keys, scale = self.as_keys(layer, stored_keys[blocks]), cache_scales(layer, kv_cache)[1]
         if not values:
             return keys, None
         return keys, scaled(unpack_values(stored_values[blocks], KEY_LAYOUTS[layer.isa]), scale)
 
-    @staticmethod
-    def stored_keys(kv_cache: torch.Tensor) -> torch.Tensor:
-        """See `BackendOps.stored_keys`."""
+    def stored_keys(self, layer: Any, kv_cache: torch.Tensor) -> torch.Tensor:
         return _halves(kv_cache)[0]
 
-    @staticmethod
-    def as_keys(layer: Any, stored: torch.Tensor) -> torch.Tensor:
-        """See `BackendOps.as_keys`."""
+    def as_keys(self, layer: Any, stored: torch.Tensor) -> torch.Tensor:
         keys = unpack_keys(elements(layer, stored), KEY_LAYOUTS[layer.isa])
         return scaled(keys, cache_scales(layer, stored)[0])
 

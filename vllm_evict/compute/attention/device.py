@@ -1,7 +1,6 @@
 """`BackendOps` of vLLM's attention backends on a device, with the plugin's Triton kernels."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from math import prod
 from types import SimpleNamespace
@@ -9,8 +8,9 @@ from typing import Any
 
 import torch
 
+from ..images import seen_ahead
+from ..kernels import decode_cuda
 from ..kernels.compact import is_ordered
-from ..kernels.decode_cuda import CudaDecode, plan_decode
 from ..kernels.logits import logits_of
 from ..kernels.paged import PagedAttention
 from ..kernels.queries import Queries
@@ -19,7 +19,7 @@ from ..probes import LayerCall, Measured
 from ..transfer import to_device
 from ..work import HeadSlice
 from .fp8 import FP8, cache_scales, scaled, scales, stored_as
-from .ops import FP8_NAMES, READ_HEADS, WithStockMetadata
+from .ops import DECODED_HEADS, FP8_NAMES, READ_HEADS, BackendOps
 
 #: Bytes of the decode kernels' scratch for mass, or more if one request needs more. Enough for 256 requests with 32
 #: query heads and 128k tokens each, or 8k tokens each if mass is by token.
@@ -28,12 +28,17 @@ GRANULE = 16  # least tokens for which decode kernels store one number for each 
 #: Bytes of the decode kernels' scratch for splits.
 SPLIT_SCRATCH = 32 << 20
 ALIGNED = 64  # float32 numbers, alignment of parts of the scratch
+#: Attribute of a backend's metadata that holds the step's `PagedAttention.ahead`.
+AHEAD = "kv_evict_ahead"
+#: Attributes of which vLLM's metadata have one where images attend to themselves; a model may clear it (Gemma 4).
+RANGES = ("mm_prefix_range_tensor", "mm_prefix_query_range_tensor")
 
 
-class DeviceOps(WithStockMetadata):
+class DeviceOps(BackendOps):
     """`BackendOps` on a device. Nothing is read on the host.
 
-    A slot of kv_cache has a token's key before its value, in any of vLLM's layouts. Rows of padding are skipped.
+    A slot of kv_cache has a token's key before its value, in any of vLLM's layouts, and the two may differ in
+    dimensions, which no kernel decodes. Rows of padding are skipped.
 
     Caches may be fp8 (`FP8_NAMES`), which vLLM passes as bytes. Kernels read fp8 directly: the scale of keys multiplies
     the softmax scale, and the scale of values multiplies the output. `dequantised` converts quantised queries.
@@ -54,12 +59,21 @@ class DeviceOps(WithStockMetadata):
         self.scratch_bytes = MASS_SCRATCH + SPLIT_SCRATCH
         #: Caches -> their plan of `compact`.
         self._places: dict[tuple[Any, ...], Any] = {}
-        #: Replaces `decode_mass` for tensors that it supports; None unless VLLM_EVICT_DECODE=cuda.
-        self._cuda = CudaDecode.if_wanted()
+        #: Kernels that replace `decode_mass` for tensors that they support; None unless VLLM_EVICT_DECODE=cuda.
+        self._cuda = decode_cuda.library_if_wanted()
 
-    @staticmethod
-    def unreadable(layer: Any) -> str | None:
-        """See `BackendOps.unreadable`."""
+    def metadata(self, builder: Any, stock: Callable[[], Any], common: Any, needed: bool, in_graph: bool) -> Any:
+        """See `BackendOps.metadata`: the backend's own, with what the queries of images see."""
+        metadata = stock()
+        if (ahead := seen_ahead(common)) is not None:
+            setattr(metadata, AHEAD, to_device(ahead, common.seq_lens.device))
+        return metadata
+
+    def ahead(self, metadata: Any) -> torch.Tensor | None:
+        attends = any(getattr(metadata, name, None) is not None for name in RANGES)
+        return getattr(metadata, AHEAD, None) if attends else None
+
+    def unreadable(self, layer: Any) -> str | None:
         if layer.kv_cache_dtype in FP8_NAMES:
             if any(scale.numel() != 1 for scale in (layer._q_scale, layer._k_scale, layer._v_scale)):
                 return "has fp8 scales for each head, which the score pass can't read (it reads one for a layer)"
@@ -72,8 +86,10 @@ class DeviceOps(WithStockMetadata):
         return None
 
     def can_decode(self, layer: Any) -> bool:
-        """Return whether `decode` computes the same as the layer's own kernel."""
-        return layer.impl.alibi_slopes is None and self.unreadable(layer) is None
+        if layer.head_size_v != layer.head_size:
+            return False
+        impl = layer.impl
+        return impl.alibi_slopes is None and impl.head_size in DECODED_HEADS and self.unreadable(layer) is None
 
     def scratch_for(
         self, requests: int, in_graphs: int, heads: int, block_size: int, longest: int, per_token: bool
@@ -90,17 +106,12 @@ class DeviceOps(WithStockMetadata):
             self._scratch = torch.empty(self.scratch_bytes // 4, dtype=torch.float32, device=device)
         return self._scratch
 
-    @staticmethod
-    def dequantised(layer: Any, query: torch.Tensor) -> torch.Tensor:
-        """See `BackendOps.dequantised`."""
+    def dequantised(self, layer: Any, query: torch.Tensor) -> torch.Tensor:
         return query if query.dtype != FP8 else query.to(layer.dtype) * layer._q_scale_float
 
     def decodes_in_cuda(self, attention: PagedAttention) -> bool:
         """Return whether the CUDA C++ kernel replaces `decode_mass` for these arguments."""
-        return self._cuda is not None and self._cuda.takes(attention)
-
-    def attending(self) -> AbstractContextManager[None]:
-        return nullcontext()
+        return self._cuda is not None and decode_cuda.refused(attention) is None
 
     def mass(self, call: LayerCall, measured: Measured) -> None:
         """See `BackendOps.mass`; runs `mass_from_lse`.
@@ -139,8 +150,7 @@ class DeviceOps(WithStockMetadata):
         """Launch all variants of `mass`, with its arguments."""
         self.mass(call, measured)
 
-    @staticmethod
-    def slices(heads: int) -> int:
+    def slices(self, heads: int) -> int:
         """Return into how many slices `mass` divides the query heads of a KV head, if a request has several queries."""
         return 1
 
@@ -157,7 +167,9 @@ class DeviceOps(WithStockMetadata):
         return lse
 
     def mass_of(self, call: LayerCall, queries: Queries, width: int) -> torch.Tensor:
-        """See `BackendOps.mass_of`; runs `decode_mass`."""
+        """See `BackendOps.mass_of`; runs `decode_mass`, or two passes over keys that it does not decode."""
+        from ...triton_kernels.mass_from_lse import mass_from_lse
+
         query, kv_heads = call.query[queries.tokens], call.kv_heads
         numbers = torch.arange(len(query) + 1, dtype=torch.int32, device=query.device)
         out = torch.zeros(len(query), kv_heads, width, device=query.device)
@@ -168,11 +180,14 @@ class DeviceOps(WithStockMetadata):
             seq_lens=queries.lens,
         )
         attention = _attention(replace(call, query=query, metadata=alone), Measured(out), len(query))
-        self._decode_mass(attention, numbers[:-1], torch.empty_like(query))
+        assert attention.value_cache is not None
+        if query.shape[2] in DECODED_HEADS and query.shape[2] == attention.value_cache.shape[3]:
+            self._decode_mass(attention, numbers[:-1], torch.empty_like(query))
+        else:
+            mass_from_lse(attention, DeviceOps.lse_of(self, attention, 1))
         return out.mul_(kv_heads / query.shape[1])
 
     def decode(self, call: LayerCall, rows: torch.Tensor, seq_lens: torch.Tensor, measured: Measured) -> None:
-        """See `BackendOps.decode`; runs `decode_mass`."""
         attention = _narrowed(call, seq_lens, measured)
         self._decode_mass(attention, rows, call.output[: len(attention.query)].view(attention.query.shape))
 
@@ -194,7 +209,6 @@ class DeviceOps(WithStockMetadata):
         keep: torch.Tensor,
         target: torch.Tensor,
     ) -> None:
-        """See `BackendOps.compact`; runs `triton_kernels.compact`."""
         from ...triton_kernels.compact import compact, plan_compact
 
         one = kv_caches[0]
@@ -204,31 +218,24 @@ class DeviceOps(WithStockMetadata):
         blocks = (to_device(each.numpy(), keep.device) for each in (source, target))
         compact(kv_caches, next(blocks), keep, next(blocks), ordered=is_ordered(source, target), plan=plan)
 
-    @staticmethod
     def write(
-        layer: Any, kv_cache: torch.Tensor, blocks: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        self, layer: Any, kv_cache: torch.Tensor, blocks: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
-        """See `BackendOps.write`. Numbers beyond the range of fp8 are clamped, as in vLLM."""
-        for half, content, scale in zip(halves(kv_cache), (keys, values), cache_scales(layer, kv_cache)):
-            half[blocks] = stored_as(content, half.dtype, scale)
+        parts = keys_and_values(layer, kv_cache)
+        for part, content, scale in zip(parts, (keys, values), cache_scales(layer, kv_cache)):
+            part[blocks] = stored_as(content, part.dtype, scale)
 
-    @staticmethod
     def read(
-        layer: Any, kv_cache: torch.Tensor, blocks: torch.Tensor, values: bool = True
+        self, layer: Any, kv_cache: torch.Tensor, blocks: torch.Tensor, values: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `BackendOps.read`. An fp8 cache gives float32, multiplied by its scale."""
-        read = [half[blocks] for half in halves(kv_cache)[: 1 + values]]
+        read = [part[blocks] for part in keys_and_values(layer, kv_cache)[: 1 + values]]
         read = [scaled(part, scale) for part, scale in zip(read, cache_scales(layer, kv_cache))]
         return read[0], read[1] if values else None
 
-    @staticmethod
-    def stored_keys(kv_cache: torch.Tensor) -> torch.Tensor:
-        """See `BackendOps.stored_keys`."""
-        return halves(kv_cache)[0]
+    def stored_keys(self, layer: Any, kv_cache: torch.Tensor) -> torch.Tensor:
+        return keys_and_values(layer, kv_cache)[0]
 
-    @staticmethod
-    def as_keys(layer: Any, stored: torch.Tensor) -> torch.Tensor:
-        """See `BackendOps.as_keys`."""
+    def as_keys(self, layer: Any, stored: torch.Tensor) -> torch.Tensor:
         return scaled(stored, cache_scales(layer, stored)[0])
 
     def _decode_two(self, slices: Sequence[HeadSlice], measured: Sequence[Measured]) -> None:
@@ -242,10 +249,10 @@ class DeviceOps(WithStockMetadata):
             decode_classes(classes, some, outputs, plans=plans)
 
     def _decode_mass(self, attention: PagedAttention, rows: torch.Tensor, output: torch.Tensor) -> None:
-        if self._cuda is not None and self._cuda.takes(attention):
+        if self.decodes_in_cuda(attention):
             plan, at_once = self._cuda_plan(attention, len(rows))
             for some in rows.split(at_once):
-                self._cuda(attention, some, output, plan)
+                decode_cuda.decode_mass(attention, some, output, plan=plan, kernels=self._cuda)
             return
         from ...triton_kernels.decode_mass import decode_mass
 
@@ -275,7 +282,7 @@ class DeviceOps(WithStockMetadata):
         shape = query.shape[1], kv_heads, query.shape[2], block_size, width
 
         def make(rows: int, take: Callable[..., torch.Tensor]) -> Any:
-            return plan_decode(rows, *shape, query.dtype, query.device, mass=mass, take=take)
+            return decode_cuda.plan_decode(rows, *shape, query.dtype, query.device, mass=mass, take=take)
 
         return self._plan(make, query.device, rows, "cuda", *shape, query.dtype, mass)
 
@@ -331,7 +338,7 @@ def _power_of_2(least: int) -> int:
 def _attention(call: LayerCall, measured: Measured, requests: int) -> PagedAttention:
     """Return the arguments of kernels for a layer and the backend's metadata, without rows of padding."""
     layer, metadata = call.layer, call.metadata
-    keys, values = halves(call.kv_cache)
+    keys, values = keys_and_values(layer, call.kv_cache)
     scale, value_scale = scales(layer, keys)
     return PagedAttention(
         call.query[: metadata.num_actual_tokens],
@@ -342,17 +349,18 @@ def _attention(call: LayerCall, measured: Measured, requests: int) -> PagedAtten
         scale,
         values,
         value_scale,
+        ahead=call.ops.ahead(metadata),
         **logits_of(layer),
         **measured.arguments,
     )
 
 
-def halves(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return views of a cache's keys and values, [num_blocks, Hkv, block_size, D] each. A cache of bytes is fp8."""
+def keys_and_values(layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return views of a layer's cached keys [num_blocks, Hkv, block_size, D] and values. A cache of bytes is fp8."""
     if kv_cache.dtype == torch.uint8:
         kv_cache = kv_cache.view(FP8)
-    keys, values = kv_cache.split(kv_cache.shape[3] // 2, dim=3)
-    return keys, values
+    size = layer.impl.head_size
+    return kv_cache[..., :size], kv_cache[..., size:]
 
 
 def _narrowed(call: LayerCall, seq_lens: torch.Tensor, measured: Measured) -> PagedAttention:

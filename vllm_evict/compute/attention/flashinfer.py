@@ -6,7 +6,15 @@ from copy import copy
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import torch
+
+from ..transfer import to_device
 from .device import DeviceOps
+
+#: Attributes of metadata: the builder whose page indices FlashInfer's own kernels read, or None; and the places in the
+#: block table of these indices, int64 [n], once they were needed.
+PLANNER, PLACES = "kv_evict_planner", "kv_evict_places"
 
 
 class FlashInferOps(DeviceOps):
@@ -15,8 +23,7 @@ class FlashInferOps(DeviceOps):
     def can_decode(self, layer: Any) -> bool:
         return super().can_decode(layer) and layer.impl.sliding_window == (-1, -1)
 
-    @staticmethod
-    def metadata(builder: Any, stock: Callable[[], Any], common: Any, needed: bool, in_graph: bool) -> Any:
+    def metadata(self, builder: Any, stock: Callable[[], Any], common: Any, needed: bool, in_graph: bool) -> Any:
         """Return vLLM's metadata with the batch's block table, lengths and offsets, which vLLM keeps in slices only.
 
         If the backend's kernel attends to nothing, vLLM's plan of the step is skipped.
@@ -29,10 +36,26 @@ class FlashInferOps(DeviceOps):
         metadata.block_table, metadata.seq_lens = common.block_table_tensor, common.seq_lens
         metadata.query_start_loc = common.query_start_loc
         metadata.max_query_len, metadata.max_seq_len = common.max_query_len, common.max_seq_len
+        parts = getattr(metadata, "prefill", None), getattr(metadata, "decode", None)
+        setattr(metadata, PLANNER, builder if any(hasattr(part, "wrapper") for part in parts) else None)
         return metadata
 
-    @staticmethod
-    def for_parts(builder: Any) -> None:
+    def rewritten(self, metadata: Any) -> None:
+        """See `BackendOps.rewritten`. FlashInfer's own kernels read the pages of all requests one after the other.
+
+        TensorRT-LLM's read a copy of the rows of prompts where the cache alone is fp8: layers write none of these.
+        """
+        table, builder = metadata.block_table, getattr(metadata, PLANNER)
+        if builder is None:
+            return
+        if (places := getattr(metadata, PLACES, None)) is None:
+            starts = builder.paged_kv_indptr.np[: len(table) + 1].astype(np.int64)
+            firsts = np.arange(len(table)) * table.shape[1] - starts[:-1]
+            places = to_device(np.arange(starts[-1]) + np.repeat(firsts, np.diff(starts)), table.device)
+            setattr(metadata, PLACES, places)
+        torch.take(table, places, out=builder.paged_kv_indices[: len(places)])
+
+    def for_parts(self, builder: Any) -> None:
         """See `BackendOps.for_parts`. TensorRT-LLM's kernels take no plan, and then compute prompts of all lengths."""
         builder.attention_config = copy(builder.attention_config)
         builder.attention_config.use_trtllm_attention = True

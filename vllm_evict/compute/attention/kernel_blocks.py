@@ -11,7 +11,7 @@ from ..probes import LayerCall, Measured
 from .device import DeviceOps
 
 
-class KernelBlocks(DeviceOps):
+class ByKernelBlocks(DeviceOps):
     """Converts blocks and their mass for a backend's `BackendOps`, which come after it among a class's bases.
 
     vLLM splits a block of the pool into n kernel blocks: block b is kernel blocks n * b to n * b + n - 1. Layers have
@@ -48,14 +48,14 @@ class KernelBlocks(DeviceOps):
         count = self._count(kv_caches[0])
         super().compact(layer, kv_caches, _of_kernels(source, count), keep, _of_kernels(target, count))
 
-    def write(  # type: ignore[override]  # a static method in the base
+    def write(
         self, layer: Any, kv_cache: torch.Tensor, blocks: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
         count = self._count(kv_cache)
         halves = (each.unflatten(2, (count, -1)).transpose(1, 2).flatten(0, 1) for each in (keys, values))
         super().write(layer, kv_cache, _of_kernels(blocks, count), *halves)
 
-    def read(  # type: ignore[override]  # a static method in the base
+    def read(
         self, layer: Any, kv_cache: torch.Tensor, blocks: torch.Tensor, values: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         count = self._count(kv_cache)
@@ -80,7 +80,7 @@ class KernelBlocks(DeviceOps):
 
 def with_kernel_blocks(ops: type[DeviceOps], block_size: int) -> type[DeviceOps]:
     """Return a `BackendOps` for kernels that may read smaller blocks than the pool's, of `block_size` tokens."""
-    return type(f"KernelBlocks{ops.__name__}", (KernelBlocks, ops), {"block_size": block_size})
+    return type(f"ByKernelBlocks{ops.__name__}", (ByKernelBlocks, ops), {"block_size": block_size})
 
 
 def _of_kernels(blocks: torch.Tensor, count: int) -> torch.Tensor:

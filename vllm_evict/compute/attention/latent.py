@@ -2,18 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from ..kernels.mass import AMX_TOKENS, block_mass, kernel_path, pack_keys
 from ..kernels.paged import PagedAttention
-from ..kernels.queries import Queries
 from ..probes import LayerCall, Measured
 from .device import DeviceOps
 from .fp8 import FP8, cache_scales, scaled
-from .ops import FP8_NAMES, WithoutScratch
+from .ops import FP8_NAMES, BackendOps
 
 #: Most query heads in a slice: fewer heads make more programs.
 HEADS_AT_ONCE = 16
@@ -21,7 +19,7 @@ HEADS_AT_ONCE = 16
 SLICES_SCRATCH = 32 << 20
 
 
-class Latents:
+class Latents(BackendOps):
     """What `BackendOps` of MLA share.
 
     A cache is [num_blocks, block_size, C + R]: of each token the normalised latent, then the rotated key that all heads
@@ -33,68 +31,50 @@ class Latents:
     decodes_measured = False
     splits_blocks = True
     whole_blocks = ("FLASH_ATTN_MLA", "TRITON_MLA")
-    mass: Callable[..., None]
+    mass_of = BackendOps.mass_of
 
-    @staticmethod
-    def unreadable(layer: Any) -> str | None:
-        """See `BackendOps.unreadable`."""
+    def unreadable(self, layer: Any) -> str | None:
         if layer.kv_cache_dtype in ("auto", "float16", "bfloat16", "float32", *FP8_NAMES):
             return None
         return f"packs its latents as {layer.kv_cache_dtype}, which the score pass can't read"
 
-    @staticmethod
-    def can_decode(layer: Any) -> bool:
-        """Return False: the backend's kernel decodes."""
+    def can_decode(self, layer: Any) -> bool:
         return False
 
-    @staticmethod
-    def outruns(layer: Any) -> bool:
-        """Return False, as `can_decode`."""
-        return False
-
-    @staticmethod
-    def metadata(builder: Any, stock: Callable[[], Any], common: Any, needed: bool, in_graph: bool) -> Any:
+    def metadata(self, builder: Any, stock: Callable[[], Any], common: Any, needed: bool, in_graph: bool) -> Any:
         """Return the backend's metadata with the batch's views, which it keeps for decodes and prefills apart."""
         metadata = stock()
         metadata.block_table, metadata.seq_lens = common.block_table_tensor, common.seq_lens
         return metadata
 
-    @staticmethod
-    def kv_heads(kv_cache: torch.Tensor) -> int:
+    def rewritten(self, metadata: Any) -> None:
+        """See `BackendOps.rewritten`. FLASHINFER_MLA keeps rows for each query, and AMX_MLA a place for each token."""
+        for part in (metadata.decode, metadata.prefill):
+            if hasattr(part, "flattened_block_table"):
+                part.query_len = 0
+            if (places := getattr(part, "req_to_token", None)) is not None:
+                size = places.shape[1] // part.block_table.shape[1]
+                of_blocks = part.block_table[..., None] * size + torch.arange(size, dtype=torch.int32)
+                places.copy_(of_blocks.flatten(1))
+
+    def kv_heads(self, kv_cache: torch.Tensor) -> int:
         return 1
 
-    def mass_of(self, call: LayerCall, queries: Queries, width: int) -> torch.Tensor:
-        """See `BackendOps.mass_of`; runs `mass` on one request for each query."""
-        query = call.query[queries.tokens]
-        out = torch.zeros(len(query), 1, width, device=query.device)
-        alone = SimpleNamespace(
-            num_actual_tokens=len(query),
-            block_table=call.metadata.block_table[queries.rows],
-            query_start_loc=torch.arange(len(query) + 1, dtype=torch.int32, device=query.device),
-            seq_lens=queries.lens,
-            max_query_len=1,
-            max_seq_len=width * call.kv_cache.shape[1],
-        )
-        self.mass(replace(call, query=query, metadata=alone), Measured(out))
-        return out.div_(query.shape[1])
-
-    @staticmethod
     def read(
-        layer: Any, kv_cache: torch.Tensor, blocks: torch.Tensor, values: bool = False
+        self, layer: Any, kv_cache: torch.Tensor, blocks: torch.Tensor, values: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `BackendOps.read`. An fp8 cache gives float32, multiplied by its scale."""
         keys = _stored(kv_cache)[blocks].unsqueeze(1)
         keys = scaled(keys, cache_scales(layer, keys)[0])
         return keys, keys[..., : layer.kv_lora_rank] if values else None
 
 
-class LatentOps(Latents, WithoutScratch):
+class LatentOps(Latents):
     """`BackendOps` of MLA on a CPU."""
 
     beside = "block_mass"
 
     def mass(self, call: LayerCall, measured: Measured) -> None:
-        """See `BackendOps.mass`; runs `block_mass` on a packed copy of the latents, whose mass is never by token."""
+        """Run `block_mass` on a packed copy of the latents, whose mass is never by token."""
         assert measured.out is not None
         kv_cache, metadata, rows = call.kv_cache, call.metadata, len(measured.out)
         lens, starts = metadata.seq_lens[:rows], metadata.query_start_loc[: rows + 1]
@@ -112,9 +92,7 @@ class DeviceLatentOps(Latents, DeviceOps):
     more programs run at once.
     """
 
-    @staticmethod
-    def unreadable(layer: Any) -> str | None:
-        """See `BackendOps.unreadable`."""
+    def unreadable(self, layer: Any) -> str | None:
         if layer.kv_cache_dtype in ("auto", *FP8_NAMES) or str(layer.dtype) == f"torch.{layer.kv_cache_dtype}":
             return None
         readable = f"the model's own dtype, {', '.join(FP8_NAMES)}"
@@ -128,9 +106,7 @@ class DeviceLatentOps(Latents, DeviceOps):
         self.scratch_bytes = min(needed, max(SLICES_SCRATCH, needed // max(requests, 1)))
         return 0
 
-    @staticmethod
-    def slices(heads: int) -> int:
-        """See `DeviceOps.slices`."""
+    def slices(self, heads: int) -> int:
         return next(each for each in range(1, heads + 1) if heads % each == 0 and heads // each <= HEADS_AT_ONCE)
 
     def warm_up_mass(self, call: LayerCall, measured: Measured) -> None:

@@ -24,27 +24,29 @@ from ..kernels.logits import logits_of
 from ..kernels.paged import PagedAttention
 from ..probes import LayerCall, MassKind, Measured
 from ..runtime import EvictionRuntime
-from .device import halves
+from .device import keys_and_values
 from .fp8 import scales
 
 
-class Heads(NamedTuple):
+class LayerHeads(NamedTuple):
     """The heads of one layer in one KV group.
 
     Attributes:
         group: index of the KV group.
         query_heads: range of the layer's query heads.
         kv_cache: [num_blocks, Hkv, block_size, 2 * D], cache of these heads; of latents [num_blocks, 1, block_size, D].
+        place: of the layer in the KV group.
     """
 
     group: int
     query_heads: slice
     kv_cache: torch.Tensor
+    place: int = 0
 
 
 def warm_up(
     runtime: EvictionRuntime,
-    layers: Sequence[tuple[Any, Sequence[Heads]]],
+    layers: Sequence[tuple[Any, Sequence[LayerHeads]]],
     tables: Sequence[torch.Tensor],
     queries: int,
     blocks: int,
@@ -71,10 +73,10 @@ def warm_up(
             kind = tuple(_kind(layer, part) for part in some)
             if kind not in done:
                 done.add(kind)
-                _Launches(runtime, layer, some).all(rows, widths)
+                _Launches(runtime, layer, some).all(rows, widths, tables[some[0].group])
 
 
-def _kind(layer: Any, part: Heads) -> tuple[Any, ...]:
+def _kind(layer: Any, part: LayerHeads) -> tuple[Any, ...]:
     """Return a key of the variants that some heads need."""
     cache = part.kv_cache
     logits, where = logits_of(layer), (part.query_heads.start, cache.data_ptr() % 16)
@@ -85,7 +87,7 @@ def _kind(layer: Any, part: Heads) -> tuple[Any, ...]:
 class _Launches:
     """Launches for some heads of one layer, with one request whose blocks are all the null block."""
 
-    def __init__(self, runtime: EvictionRuntime, layer: Any, parts: Sequence[Heads]) -> None:
+    def __init__(self, runtime: EvictionRuntime, layer: Any, parts: Sequence[LayerHeads]) -> None:
         self.ops, self.layer, self.parts = runtime.ops, layer, parts
         self.groups = [runtime.groups[part.group] for part in parts]
         measured = any(probe.kinds(1) for group in runtime.groups for probe in group.probes)
@@ -95,8 +97,8 @@ class _Launches:
         self.group_size = group // self.ops.slices(group)
         self.heads = slice(parts[0].query_heads.start, parts[-1].query_heads.stop)
 
-    def all(self, rows: Sequence[int], widths: Sequence[int]) -> None:
-        """Launch everything. `rows` and `widths` are the requests and blocks of all plans."""
+    def all(self, rows: Sequence[int], widths: Sequence[int], table: torch.Tensor) -> None:
+        """Launch everything. `rows` and `widths` are the requests and blocks of all plans, `table` is a block table."""
         if len(self.parts) == 1:
             (part,), (group,) = self.parts, self.groups
             for mass in _measured(group, part):
@@ -104,6 +106,8 @@ class _Launches:
                     self._beside(part, mass)
             if any(mover.kind is Compaction for mover in group.movers):
                 self._compact(part)
+            for query in self._tensors(1, True):
+                group.source.warm_up(LayerCall(self.ops, self.layer, part.place, query, part.kv_cache, None), table)
         if self.decodes:
             for splits, way in product(self._splits(rows, widths), self._ways()):
                 self._decode(splits, way)
@@ -127,7 +131,7 @@ class _Launches:
         return list(choices.values())
 
     def _decode(self, splits: Sequence[int], way: Sequence[MassKind]) -> None:
-        keys, values = zip(*(halves(part.kv_cache) for part in self.parts))
+        keys, values = zip(*(keys_and_values(self.layer, part.kv_cache) for part in self.parts))
         scale, value_scale = scales(self.layer, keys[0])
         table, starts, lens, row = self._batch(1)
         plans = [
@@ -153,7 +157,7 @@ class _Launches:
             elif not self.ops.decodes_in_cuda(classes[0]):
                 decode_mass(classes[0], row, output, plan=plans[0])
 
-    def _beside(self, part: Heads, mass: MassKind) -> None:
+    def _beside(self, part: LayerHeads, mass: MassKind) -> None:
         """Launch `mass` beside a stock kernel, for all tile sizes: tiles have queries times G rows."""
         sizes = [1 << power for power in range(MIN_ROWS.bit_length() - 1, MAX_ROWS.bit_length())]
         for tokens in sorted({1, *(size // 2 // self.group_size + 1 for size in sizes)}):
@@ -168,7 +172,7 @@ class _Launches:
                 measured = Measured(self._out(tokens, mass), self._weights(tokens, mass), mass.per_token, last)
                 self.ops.warm_up_mass(LayerCall(self.ops, self.layer, 0, query, part.kv_cache, metadata), measured)
 
-    def _compact(self, part: Heads) -> None:
+    def _compact(self, part: LayerHeads) -> None:
         """Launch `compact`, which copies each token of the null block to itself."""
         tokens = torch.arange(self.block_size, dtype=torch.int32, device=self.device)
         keep = tokens.expand(1, part.kv_cache.shape[1], -1).contiguous()
@@ -202,6 +206,6 @@ class _Launches:
         return torch.zeros(1, mass.heads, width, device=self.device) if mass.heads else None
 
 
-def _measured(group: GroupRuntime, part: Heads) -> list[MassKind]:
+def _measured(group: GroupRuntime, part: LayerHeads) -> list[MassKind]:
     """Return the kinds of mass that one call measures for heads of a KV group."""
     return [kind for probe in group.probes for kind in probe.kinds(part.kv_cache.shape[1])]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .mass import AMX_DIMS, AMX_TOKENS, LAYOUTS, _C_cpu, require
+from .mass import AMX_DIMS, AMX_TOKENS, _C_cpu
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # bytes of an element -> dtype of its copy
 
@@ -63,8 +63,7 @@ def compact_reference(
     *,
     layout: str = "vec",
 ) -> None:
-    """`compact` in plain torch."""
-    _check(caches, source, keep, target, starts, layout)
+    """`compact` in plain torch. Arguments are not checked."""
     _, kv_heads, rows, dim = caches[0].shape
     block_size = rows // 2
     places = _places(block_size, dim, layout)
@@ -105,53 +104,3 @@ def requests_of(source, keep, target, starts):
         return [(source, keep, target)]
     parts = (tensor.split(row.diff().tolist(), -1) for tensor, row in zip((source, keep, target), starts))
     return list(zip(*parts))
-
-
-def _check(caches, source, keep, target, starts, layout):
-    """Raise ValueError or TypeError as the C++ kernel does, with the same texts."""
-    require(len(caches) > 0, "caches must hold at least one layer")
-    shape, dtype = caches[0].shape, caches[0].dtype
-    for cache in caches:
-        if cache.dtype != dtype or dtype.itemsize not in WORDS:
-            raise TypeError("caches must have one dtype, of 1, 2 or 4 bytes")
-        require(
-            cache.dim() == 4 and cache.shape == shape and shape[2] % 2 == 0 and cache.stride()[2:] == (shape[3], 1),
-            "caches must be [num_blocks, Hkv, 2 * bs, D] of one shape, contiguous within a block and head",
-        )
-    num_blocks, kv_heads, rows, dim = shape
-    block_size = rows // 2
-    require(block_size > 0 and dim > 0 and kv_heads > 0, "caches must not be empty")
-    require(layout in LAYOUTS, f"layout must be one of {', '.join(LAYOUTS)}")
-    if layout == "amx":
-        if dtype.itemsize != 1 and dtype != torch.bfloat16:
-            raise TypeError("layout 'amx' packs caches of bfloat16 or of 1 byte only")
-        require(block_size % 16 == 0 and dim % 16 == 0, "layout 'amx' needs bs and D that are multiples of 16")
-    _check_requests(num_blocks, kv_heads, len(caches), source, keep, target, starts)
-    taken = target.tolist()
-    valid = len(set(taken)) == len(taken)
-    for blocks, tokens, targets in requests_of(source, keep, target, starts):
-        require(tokens.shape[2] <= len(targets) * block_size, "target must hold all kept tokens")
-        within = (tokens >= 0) & (tokens < len(blocks) * block_size)
-        require(bool(within.all()) and bool((tokens.diff() > 0).all()), "keep must ascend within the tokens of source")
-        valid &= not set(blocks.tolist()) & (set(taken) - set(targets.tolist()))
-    require(valid, "target must hold each block once, and none of another request's source")
-
-
-def _check_requests(num_blocks, kv_heads, layers, source, keep, target, starts):
-    """Check offsets and block ids, a part of `_check`."""
-    tensors = [("source", source, 1), ("target", target, 1), ("keep", keep, 3)]
-    if starts is not None:
-        tensors.append(("starts", starts, 2))
-    for name, tensor, dims in tensors:
-        if tensor.dtype != torch.int32:
-            raise TypeError(f"{name} must be int32")
-        require(tensor.dim() == dims, f"{name} must be {dims}-dimensional")
-    require(keep.shape[0] in (1, layers) and keep.shape[1] == kv_heads, "keep must be [L or 1, Hkv, kept]")
-    if starts is not None:
-        require(len(starts) == 3 and starts.shape[1] > 0, "starts must be [3, R + 1]")
-        for row, end in zip(starts.tolist(), (len(source), keep.shape[2], len(target))):
-            valid = row == sorted(row) and row[0] == 0 and row[-1] == end
-            require(valid, "starts must ascend from 0 to the lengths of source, keep and target")
-    blocks = torch.cat((source, target))
-    valid = bool(((blocks >= 0) & (blocks < num_blocks)).all())
-    require(valid, "source and target must hold block ids of caches")

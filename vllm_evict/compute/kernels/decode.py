@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from .logits import probabilities, soft_capped
-from .mass import _C_cpu, check, per_block, require, unpack_keys, unpack_values
+from .mass import _C_cpu, per_block, unpack_keys, unpack_values
 from .paged import PagedAttention
 
 
@@ -66,20 +66,14 @@ def decode_classes(
 
 
 def decode_mass_reference(attention: PagedAttention, rows: torch.Tensor, output: torch.Tensor) -> None:
-    """`decode_mass` in plain torch, computed in float32 (float64 if the mass is)."""
-    check(attention)
+    """`decode_mass` in plain torch, computed in float32 (float64 if the mass is). Arguments are not checked."""
     query, mass, weights, sinks = attention.query, attention.mass, attention.weights, attention.sinks
-    require(query.shape[2] % 16 == 0, "decode_mass needs D a multiple of 16")
     value_cache = attention.value_cache
-    require(value_cache is not None, "decode_mass needs value_cache")
-    assert value_cache is not None
-    if value_cache.dtype != attention.key_cache.dtype or output.dtype != query.dtype:
-        raise TypeError("value_cache must have key_cache's dtype, output that of query")
+    assert value_cache is not None, "decode_mass needs value_cache"
     dtype = torch.float32 if mass is None else mass.dtype
     num_kv_heads, block_size = attention.key_cache.shape[1:3]
     starts = attention.query_start_loc.tolist()
     for row in rows.tolist():
-        require(0 <= row < len(attention.seq_lens), "rows must be requests of the batch")
         tokens, seq_len = torch.arange(starts[row], starts[row + 1]), int(attention.seq_lens[row])
         hidden = torch.arange(seq_len) > (seq_len - starts[row + 1] + tokens)[:, None]
         blocks = attention.block_table[row, : -(-seq_len // block_size)].long()
@@ -102,6 +96,5 @@ def decode_classes_reference(
     classes: Sequence[PagedAttention], rows: torch.Tensor, outputs: Sequence[torch.Tensor]
 ) -> None:
     """`decode_classes` in plain torch: `decode_mass_reference` of each class's heads."""
-    require(len(classes) == len(outputs), "outputs must have one entry for each class")
-    for attention, output in zip(classes, outputs):
+    for attention, output in zip(classes, outputs, strict=True):
         decode_mass_reference(attention, rows, output)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ...environment import decode_kernel
-from .paged import PagedAttention
+from .paged import PagedAttention, require
 
 logger = logging.getLogger("vllm_evict")
 
@@ -254,7 +254,7 @@ def decode_mass(
         plan = plan_decode(*shape, query.dtype, query.device, mass=mass is not None)
     group, has_mass = attention.group, mass is not None
     capacity = plan.max_blocks * block_size // CHUNK if has_mass else 0
-    _require(
+    require(
         len(plan.partial) >= n
         and plan.partial.shape[1:] == (heads, plan.splits, head_dim)
         and (not has_mass or (plan.granules is not None and plan.granules.shape[1:] == (kv_heads, capacity, group))),
@@ -290,7 +290,7 @@ def decode_mass(
 
 def _check(attention: PagedAttention, rows: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None) -> None:
     problem = refused(attention)
-    _require(problem is None, problem)
+    require(problem is None, problem)
     table, starts, lens = attention.block_table, attention.query_start_loc, attention.seq_lens
     query, mass, weights = attention.query, attention.mass, attention.weights
     for dtype, tensors in (
@@ -300,45 +300,24 @@ def _check(attention: PagedAttention, rows: torch.Tensor, output: torch.Tensor, 
         for name, tensor in tensors.items():
             if tensor is not None and tensor.dtype != dtype:
                 raise TypeError(f"{name} must be {str(dtype).removeprefix('torch.')}")
-    _require(len(lens) == len(table) == len(starts) - 1, "R must agree")
+    require(len(lens) == len(table) == len(starts) - 1, "R must agree")
     dense = table, starts, lens, rows, *((weights,) if weights is not None else ())
-    _require(all(each.stride(-1) == 1 for each in dense), "rows of block_table, and vectors, must be dense")
-    _require(
+    require(all(each.stride(-1) == 1 for each in dense), "rows of block_table, and vectors, must be dense")
+    require(
         output.shape == query.shape and output.dtype == query.dtype and output.stride(2) == 1,
         "output must be like query",
     )
     if mass is not None:
-        _require(mass.dim() == 3 and mass.stride(2) == 1 and len(mass) == len(lens), "mass must be [R, H, W]")
-        _require(mass.shape[1] in (1, attention.key_cache.shape[1]), "mass must be [R, Hkv or 1, Wout]")
+        require(mass.dim() == 3 and mass.stride(2) == 1 and len(mass) == len(lens), "mass must be [R, H, W]")
+        require(mass.shape[1] in (1, attention.key_cache.shape[1]), "mass must be [R, Hkv or 1, Wout]")
 
 
-def _require(valid: bool, sentence: str | None) -> None:
-    if not valid:
-        raise ValueError(sentence)
-
-
-class CudaDecode:
-    """The kernel behind a GPU backend, if VLLM_EVICT_DECODE=cuda."""
-
-    def __init__(self, kernels: Library) -> None:
-        self._kernels = kernels
-
-    @classmethod
-    def if_wanted(cls) -> "CudaDecode | None":
-        """Make it if VLLM_EVICT_DECODE=cuda, else None. If the kernel cannot run, log why and return None."""
-        if decode_kernel() != "cuda":
-            return None
-        if (why := missing()) is not None:
-            logger.warning("VLLM_EVICT_DECODE=cuda: %s; the Triton kernel decodes", why)
-            return None
-        logger.info("VLLM_EVICT_DECODE=cuda: decodes in CUDA C++ where %s takes the layer's shape", MODULE)
-        return cls(library())
-
-    @staticmethod
-    def takes(attention: PagedAttention) -> bool:
-        """Return whether the kernel supports these arguments."""
-        return refused(attention) is None
-
-    def __call__(self, attention: PagedAttention, rows: torch.Tensor, output: torch.Tensor, plan: CudaPlan) -> None:
-        """Run `decode_mass`."""
-        decode_mass(attention, rows, output, plan=plan, kernels=self._kernels)
+def library_if_wanted() -> Library | None:
+    """Return `library()` if VLLM_EVICT_DECODE=cuda, else None. If the kernel cannot run, log why and return None."""
+    if decode_kernel() != "cuda":
+        return None
+    if (why := missing()) is not None:
+        logger.warning("VLLM_EVICT_DECODE=cuda: %s; the Triton kernel decodes", why)
+        return None
+    logger.info("VLLM_EVICT_DECODE=cuda: decodes in CUDA C++ where %s takes the layer's shape", MODULE)
+    return library()

@@ -24,13 +24,10 @@ except ImportError as error:  # not built (see setup.py), or built for another t
 logger = logging.getLogger("vllm_evict")
 
 LAYOUTS = ("vec", "vec16", "amx")
-QUERY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 PAIRS = {torch.bfloat16: torch.int32, **dict.fromkeys(FP8_DTYPES, torch.int16)}  # of the "amx" layout -> their pairs
 AMX_TOKENS = 16  # tokens in one group of the "amx" layout of keys
 AMX_DIMS = 16  # elements in one group of the "amx" layout of values
-
-NO_MASS = "block_mass needs mass"
 
 _warned = False
 
@@ -77,11 +74,9 @@ def kernel_path(isa: str | None = None) -> str:
 
 
 def block_mass_reference(attention: PagedAttention) -> None:
-    """`block_mass` in plain torch, in the dtype of the mass (float32 or float64)."""
-    check(attention)
+    """`block_mass` in plain torch, in the dtype of the mass (float32 or float64). Arguments are not checked."""
     mass, weights, sinks, group = attention.mass, attention.weights, attention.sinks, attention.group
-    if mass is None:
-        raise ValueError(NO_MASS)
+    assert mass is not None, "block_mass needs mass"
     block_size = attention.key_cache.shape[2]
     starts = attention.query_start_loc.tolist()
     for r, seq_len in enumerate(attention.seq_lens.tolist()):
@@ -172,78 +167,3 @@ def _warn_once() -> None:
     if not _warned:
         _warned = True
         logger.warning("no vllm_evict._C_cpu (%s): attention mass runs in plain torch, many times slower", _missing)
-
-
-def check(attention: PagedAttention) -> None:
-    """Raise ValueError or TypeError as the C++ kernel does, with the same texts."""
-    query, key_cache, mass = attention.query, attention.key_cache, attention.mass
-    weights, sinks = attention.weights, attention.sinks
-    block_table, query_start_loc, seq_lens = attention.block_table, attention.query_start_loc, attention.seq_lens
-    if query.dtype not in QUERY_DTYPES:
-        raise TypeError("query must be float32, bfloat16 or float16")
-    if key_cache.dtype not in (*QUERY_DTYPES, *FP8_DTYPES):
-        raise TypeError("key_cache must be float32, bfloat16, float16, float8_e4m3fn or float8_e5m2")
-    _is_vec(attention.layout, key_cache.dtype)
-    for name, tensor, dims in (
-        ("block_table", block_table, 2),
-        ("query_start_loc", query_start_loc, 1),
-        ("seq_lens", seq_lens, 1),
-    ):
-        if tensor.dtype != torch.int32:
-            raise TypeError(f"{name} must be int32")
-        require(tensor.dim() == dims, f"{name} must be {dims}-dimensional")
-    if mass is not None and mass.dtype not in (torch.float32, torch.float64):
-        raise TypeError("mass must be float32")
-    require(mass is None or mass.dim() == 3, "mass must be 3-dimensional")
-    require(query.dim() == 3, "query must be [T, H, D] with a contiguous last dimension")
-    require(
-        key_cache.dim() == 4 and key_cache[0, 0].is_contiguous(),
-        "key_cache must be [num_blocks, Hkv, bs, D], contiguous within a block and head",
-    )
-    num_tokens, num_heads, head_dim = query.shape
-    num_blocks, num_kv_heads, block_size, key_dim = key_cache.shape
-    require(
-        block_size % 16 == 0 and key_dim % 2 == 0,
-        "key_cache must have bs a multiple of 16 and an even D",
-    )
-    require(head_dim == key_dim, "query and key_cache must have the same D")
-    require(num_heads % num_kv_heads == 0, "query must have a multiple of key_cache's heads")
-    num_requests = len(seq_lens)
-    require(
-        len(block_table) == num_requests
-        and len(query_start_loc) == num_requests + 1
-        and (mass is None or len(mass) == num_requests),
-        "block_table, seq_lens and mass must have R rows, query_start_loc R + 1",
-    )
-    require(
-        mass is None or mass.shape[1] in (1, num_kv_heads), "mass must have one row for each KV head or one for all"
-    )
-    require(weights is None or weights.shape == (num_tokens,), "weights must have T elements")
-    if sinks is not None and sinks.dtype != torch.float32:
-        raise TypeError("sinks must be float32")
-    require(sinks is None or sinks.shape == (num_heads,), "sinks must have H elements")
-    require(attention.soft_cap >= 0, "soft_cap must be 0 (none) or positive")
-    starts = [0, *query_start_loc.tolist(), num_tokens]
-    require(starts == sorted(starts), "query_start_loc must ascend within 0 and T")
-    queries = query_start_loc.diff()
-    for row, seq_len in zip(block_table[queries > 0], seq_lens[queries > 0].tolist(), strict=True):
-        used = row[: -(-seq_len // block_size)]
-        require(
-            len(used) * block_size >= seq_len
-            and (mass is None or attention.per_token or seq_len <= mass.shape[2] * block_size),
-            "block_table and mass must be as wide as the longest request has blocks",
-        )
-        require(
-            mass is None or not attention.per_token or seq_len <= mass.shape[2],
-            "mass must be as wide as the longest request has tokens",
-        )
-        require(
-            bool(((used >= 0) & (used < num_blocks)).all()),
-            "block_table must hold block ids of key_cache",
-        )
-    require(bool((seq_lens >= queries).all()), "seq_lens must include the queries")
-
-
-def require(valid: bool, sentence: str) -> None:
-    if not valid:
-        raise ValueError(sentence)

@@ -9,7 +9,8 @@ import torch
 class PagedAttention:
     """Queries of one layer, the paged keys and values that they attend to, and the mass to be measured.
 
-    Query i of request r sees positions 0 .. seq_lens[r] - q_len[r] + i. Query head h reads KV head h // G, G = H / Hkv.
+    Query i of request r sees positions 0 .. seq_lens[r] - q_len[r] + i, and `ahead`. Query head h reads KV head h // G,
+    G = H / Hkv.
     ``mass[r, k, j] += sum(weights[i] * p[i, h, t])`` over the request's queries i, the G query heads h of KV head k and
     the tokens t of its j-th block; p is the softmax probability. With one row in `mass`, KV heads are summed as well.
     The increments of a row of `mass` sum to G (or H) times the sum of the request's weights, less the shares of sinks.
@@ -39,6 +40,8 @@ class PagedAttention:
             None: no mass is measured.
         weights: float32 [T], or None for ones. Queries of weight 0 add no mass.
         per_token: whether entries of `mass` are tokens instead of blocks.
+        ahead: int32 [T], how many positions after its own each query sees too (see `compute.images`), for kernels on a
+            device that do not attend; None: none.
     """
 
     query: torch.Tensor
@@ -55,8 +58,15 @@ class PagedAttention:
     mass: torch.Tensor | None = None
     weights: torch.Tensor | None = None
     per_token: bool = False
+    ahead: torch.Tensor | None = None
 
     @property
     def group(self) -> int:
         """Query heads of a KV head."""
         return self.query.shape[1] // self.key_cache.shape[1]
+
+
+def require(valid: bool, sentence: str | None) -> None:
+    """Raise a ValueError with the sentence if an argument of a kernel is not valid."""
+    if not valid:
+        raise ValueError(sentence)

@@ -1,6 +1,7 @@
 """Blocks that one layer of decodes reads, wherever they live: scored, fetched from the host, named in a table.
 
-They are scored by signs of their keys (`signs`) or by Quest's boxes (`bounds`). One choice serves all heads of a layer.
+They are scored by signs of their keys (`signs`) or by Quest's boxes (`bounds`). One choice serves all heads of a layer;
+a layer may choose by the scores of a layer before it.
 """
 
 from typing import NamedTuple
@@ -11,27 +12,35 @@ from .bounds import bound_scores
 from .mass import _C_cpu
 from .signs import sign_scores
 
+#: Bytes of a device's scratch for logarithms, or more if four rows need more: it bounds the rows of one launch.
+SCRATCH = 64 << 20
+
 
 class ReachRows(NamedTuple):
     """Rows of a step that read blocks of the host, the same for all layers.
 
-    All but `written` and `pool` are int32 [R], contiguous.
+    All but `written`, `pool` and `most` are int32 [R], contiguous.
 
     Attributes:
-        queries: token of each row's query.
-        full: full blocks, which are scored; one block follows them, which the step writes.
+        queries: token of each row's first query.
+        query_counts: queries of each row, which follow one another: the first one, and those of drafts.
+        full: full blocks, which are scored; blocks that the step may write follow them.
+        blocks: all blocks.
         first, end: the blocks between are candidates; the others are always read.
         chosen: candidates that a row reads; no more than its room has.
         rooms: blocks of its room, the first ones from `first` on.
-        slots: row of each request in `numbers`, `held`, `read` and `picked`.
+        slots: row of each request in `numbers`, `held`, `read`, `picked` and `scores`.
         out_rows: row of each request in `written` and in the table.
         chooses: whether it chooses; 0: it reads what it has chosen last, and has started no block since.
         written: int32 [R', W], of each logical block its block of the pool.
         pool: place in the index of the first host block.
+        most: the largest of `query_counts`, or more.
     """
 
     queries: torch.Tensor
+    query_counts: torch.Tensor
     full: torch.Tensor
+    blocks: torch.Tensor
     first: torch.Tensor
     end: torch.Tensor
     chosen: torch.Tensor
@@ -41,6 +50,7 @@ class ReachRows(NamedTuple):
     chooses: torch.Tensor
     written: torch.Tensor
     pool: int
+    most: int = 1
 
 
 def reach(
@@ -51,6 +61,8 @@ def reach(
     held: torch.Tensor,
     read: torch.Tensor,
     picked: torch.Tensor,
+    scores: torch.Tensor,
+    counts: torch.Tensor,
     cache: torch.Tensor,
     host: torch.Tensor,
     table: torch.Tensor,
@@ -58,11 +70,16 @@ def reach(
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     step: int = 0,
+    fetch: int = 0,
+    leads: bool = True,
     isa: str | None = None,
-) -> tuple[int, int]:
+) -> None:
     """Choose the blocks that each row reads in one layer, bring those of the host into its room, and name them.
 
-    A block that is in the room already stays where it is. Others take the places that were read longest ago.
+    Of several queries of a row the one counts that may pay a block the most attention. One choice serves all of them.
+    A block that is in the room already stays where it is. Others take the places that were read longest ago. If more
+    than `fetch` of them would come, the best blocks that are there already are read in place of the rest; if too few
+    are there, more come.
 
     Args:
         rows: see `ReachRows`.
@@ -73,21 +90,31 @@ def reach(
         held, read: int32 [slots, n], the logical block in each block of the layer's rooms, and the step that read it
             last; both are updated.
         picked: int32 [slots, n], the chosen blocks of the pool, the best one first; updated.
+        scores: float32 [slots, W], of full blocks; written if the layer `leads`, else read.
+        counts: int32 [slots, 3], to which blocks of the host are added: those that came, those that were in the room,
+            and those that `fetch` cut, as others were read in their place.
         cache, host: [blocks, ...], pages of the layer in the pool and on the host.
         table: int32 [R', W'], block table of the layer; its rows get what is read.
         scale, soft_cap, sinks: of the layer's attention (see `logits`); sinks are float32 [H].
         step: number of the step, above those before.
+        fetch: most blocks that come into a row's room; 0: any number.
+        leads: whether the layer scores blocks itself.
         isa: see `mass.block_mass`.
-
-    Returns:
-        Blocks of the host that rows chose, and how many of them were in the room.
 
     Raises:
         ValueError: a shape is wrong, or an index out of range.
         TypeError: a dtype is wrong.
     """
-    args = rows, query, index, numbers, held, read, picked, cache, host, table, scale, soft_cap, sinks, step
-    return reach_reference(*args) if _C_cpu is None else _C_cpu.reach(*args, isa)
+    layer = index, numbers, held, read, picked, scores, counts, cache, host, table, scale, soft_cap, sinks
+    args = rows, query, *layer, step, fetch, leads
+    if cache.device.type != "cpu":
+        from ...triton_kernels.reach import reach as on_device
+
+        on_device(*args)
+    elif _C_cpu is None:
+        reach_reference(*args)
+    else:
+        _C_cpu.reach(*args, isa)
 
 
 def reach_reference(
@@ -98,6 +125,8 @@ def reach_reference(
     held: torch.Tensor,
     read: torch.Tensor,
     picked: torch.Tensor,
+    scores: torch.Tensor,
+    counts: torch.Tensor,
     cache: torch.Tensor,
     host: torch.Tensor,
     table: torch.Tensor,
@@ -105,20 +134,29 @@ def reach_reference(
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     step: int = 0,
-) -> tuple[int, int]:
+    fetch: int = 0,
+    leads: bool = True,
+) -> None:
     """`reach` in plain torch, row by row."""
-    from_host = in_room = 0
     for row in range(len(rows.queries)):
-        token, full, first, end, chosen, room, slot, out_row, chooses = (int(each[row]) for each in rows[:9])
+        token, count, full, blocks, first, end, chosen, room, slot, out_row, chooses = (
+            int(each[row]) for each in rows[:11]
+        )
         written, on_host = rows.written[out_row], numbers[slot]
         if chooses:
-            own = index[torch.where(on_host[:full] >= 0, rows.pool + on_host[:full], written[:full]).long()]
-            score = sign_scores if index.dtype == torch.int16 else bound_scores
-            scores = score(query[token : token + 1], own, scale, soft_cap, sinks)[first:end]
-            blocks = (scores.sort(descending=True, stable=True).indices[:chosen] + first).tolist()
-            wanted = [block for block in blocks if on_host[block] >= 0]
+            if leads:
+                own = index[torch.where(on_host[:full] >= 0, rows.pool + on_host[:full], written[:full]).long()]
+                score = sign_scores if index.dtype == torch.int16 else bound_scores
+                of_each = [score(one, own, scale, soft_cap, sinks) for one in query[token : token + count]]
+                scores[slot, :full] = torch.stack(of_each).amax(0)
+            order = scores[slot, first:end].sort(descending=True, stable=True).indices + first
+            absent = (on_host[order] >= 0) & ~torch.isin(order, held[slot, :room].long())
+            over = absent & (absent.cumsum(0) > fetch) if fetch else torch.zeros_like(absent)
+            best = torch.cat((order[~over], order[over]))[:chosen].tolist()
+            wanted = [block for block in best if on_host[block] >= 0]
             places = {int(block): place for place, block in enumerate(held[slot, :room]) if block in wanted}
-            from_host, in_room = from_host + len(wanted), in_room + len(places)
+            cut = sum(block not in best for block in order[:chosen].tolist())
+            counts[slot] += torch.tensor([len(wanted) - len(places), len(places), cut])
             free = [place for place in range(room) if place not in places.values()]
             free.sort(key=lambda place: int(read[slot, place]))
             for block in wanted:
@@ -127,8 +165,28 @@ def reach_reference(
                     cache[written[first + place]] = host[on_host[block]]
                     held[slot, place] = block
                 read[slot, places[block]] = step
-            at = [first + places[block] if block in places else block for block in blocks]
+            at = [first + places[block] if block in places else block for block in best]
             picked[slot, :chosen] = written[at]
-        reads = torch.cat((written[:first], picked[slot, :chosen], written[end : full + 1]))
+        reads = torch.cat((written[:first], picked[slot, :chosen], written[end:blocks]))
         table[out_row, : len(reads)] = reads
-    return from_host, in_room
+
+
+def bring(cache: torch.Tensor, host: torch.Tensor, to: torch.Tensor, of: torch.Tensor) -> None:
+    """Copy blocks of the host to the pool, in one layer.
+
+    Args:
+        cache, host: [blocks, ...], pages of the layer in the pool and on the host.
+        to, of: int32 [n], blocks of the pool and of the host. Where `to` is negative, nothing is copied.
+    """
+    if cache.device.type != "cpu":
+        from ...triton_kernels.reach import bring as on_device
+
+        on_device(cache, host, to, of)
+    else:
+        bring_reference(cache, host, to, of)
+
+
+def bring_reference(cache: torch.Tensor, host: torch.Tensor, to: torch.Tensor, of: torch.Tensor) -> None:
+    """`bring` in plain torch."""
+    there = to >= 0
+    cache[to[there].long()] = host[of[there].long()]

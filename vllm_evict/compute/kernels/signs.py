@@ -55,12 +55,12 @@ def sign_scores(
     """Return the attention that one query may pay to each block, summed up over heads: float32 [n].
 
     Args:
-        query: [1, H, D].
+        query: [H, D].
         signs: int16 [n, Hkv, X] of `key_signs`.
         scale, soft_cap, sinks: as for `bounds.bound_scores`.
     """
-    keys = signed_keys(signs, query.shape[2])
-    heads = query[0].float().unflatten(0, (keys.shape[1], -1)) * scale  # [Hkv, G, D]
+    keys = signed_keys(signs, query.shape[1])
+    heads = query.float().unflatten(0, (keys.shape[1], -1)) * scale  # [Hkv, G, D]
     logits = soft_capped(torch.einsum("hgd,nhtd->hgnt", heads, keys), soft_cap)
     own = None if sinks is None else sinks.view(*heads.shape[:2], 1)
     return probabilities(logits.flatten(2), own).unflatten(2, logits.shape[2:]).sum((0, 1, 3))

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from .mass import _C_cpu, require
+from .mass import _C_cpu
 
 
 class View(NamedTuple):
@@ -65,7 +65,7 @@ def resident_view(
 def resident_view_reference(
     block_tables: Sequence[torch.Tensor], seq_lens: torch.Tensor, block_size: int, views: Sequence[View | None]
 ) -> None:
-    """`resident_view` in plain torch."""
+    """`resident_view` in plain torch. Arguments are not checked."""
     for block_table, view in zip(block_tables, views, strict=True):
         if view is not None:
             _squeeze(block_table, seq_lens, block_size, *view)
@@ -79,7 +79,6 @@ def _squeeze(
     out_lens: torch.Tensor,
     out_logical: torch.Tensor | None,
 ) -> None:
-    _check(block_table, seq_lens, block_size, out_table, out_lens, out_logical)
     out_table.zero_()
     if out_logical is not None:
         out_logical.fill_(-1)
@@ -88,37 +87,7 @@ def _squeeze(
         assert seq_len == 0 or row[-1] != 0, "the last block of a request is never evicted"
         logical = row.nonzero().flatten()
         kept = len(logical)
-        require(
-            kept <= out_table.shape[1] and (out_logical is None or kept <= out_logical.shape[1]),
-            "out_table and out_logical must be as wide as the longest row",
-        )
         out_table[r, :kept] = row[logical]
         out_lens[r] = seq_len - block_size * (len(row) - kept)
         if out_logical is not None:
             out_logical[r, :kept] = logical
-
-
-def _check(block_table, seq_lens, block_size, out_table, out_lens, out_logical):
-    """Raise ValueError or TypeError as the C++ kernel does, with the same texts."""
-    tensors = [
-        ("block_table", block_table, 2),
-        ("seq_lens", seq_lens, 1),
-        ("out_table", out_table, 2),
-        ("out_lens", out_lens, 1),
-    ]
-    if out_logical is not None:
-        tensors.append(("out_logical", out_logical, 2))
-    for name, tensor, dims in tensors:
-        if tensor.dtype != torch.int32:
-            raise TypeError(f"{name} must be int32")
-        require(tensor.dim() == dims, f"{name} must be {dims}-dimensional")
-    require(block_size > 0, "block_size must be positive")
-    require(
-        all(len(tensor) == len(seq_lens) for _, tensor, _ in tensors),
-        "block_table, seq_lens and the outputs must have the same number of rows",
-    )
-    widest = block_table.shape[1] * block_size
-    require(
-        bool(((seq_lens >= 0) & (seq_lens <= widest)).all()),
-        "seq_lens must be from 0 to what block_table's width holds",
-    )

@@ -55,7 +55,6 @@ class SchedulerView(Protocol):
         current_step: steps scheduled so far.
         next_plan: the plan that workers get with the next step.
         free_blocks: free blocks of the pool.
-        spare_blocks: free blocks that running requests do not need for what they may have in flight.
         kv_policy: the server's policy.
         max_in_flight_tokens: most tokens of a request in flight.
         max_model_len: most tokens of a request.
@@ -74,9 +73,6 @@ class SchedulerView(Protocol):
 
     @property
     def free_blocks(self) -> int: ...
-
-    @property
-    def spare_blocks(self) -> int: ...
 
     def running_request(self, req_id: str) -> Any | None:
         """Return vLLM's `Request` of this id; None if it does not run."""
@@ -201,6 +197,9 @@ class Mechanism(ABC):
     def on_applied(self, applied: Applied) -> None:  # noqa: B027
         """Do what follows an action, of any mechanism."""
 
+    def before_output(self, output: Any) -> None:  # noqa: B027
+        """Take in vLLM's `ModelRunnerOutput` of a step, before vLLM ends requests."""
+
     def on_output(self, output: Any) -> None:  # noqa: B027
         """Take in vLLM's `ModelRunnerOutput` of a step, before the decisions on it."""
 
@@ -209,20 +208,11 @@ class Mechanism(ABC):
         for due in plan.of(Due).values():
             due.pop(req_id, None)
 
-    def on_preempt(self, request: Any) -> None:  # noqa: B027
-        """Note that vLLM is about to preempt a request."""
-
     def on_free(self, request: Any) -> None:  # noqa: B027
-        """Note that a request is about to give back all blocks: it has ended, or it starts over.
-
-        It is not called for a request that is preempted and saved, which goes on where it was.
-        """
+        """Note that a request is about to give back all blocks: it has ended, or it starts over."""
 
     def on_end(self, req_id: str) -> None:  # noqa: B027
         """Note that a request has ended."""
-
-    def before_turn(self, session: Any) -> None:  # noqa: B027
-        """Note that vLLM is about to begin a session's next turn."""
 
     def on_hit(self, request: Any, hit: Any) -> Any:
         """Return the prefix that a request starts with, in place of what vLLM found in the prefix cache."""
@@ -278,11 +268,9 @@ def settled(request: Any) -> int:
     return request.num_computed_tokens - request.num_in_flight_tokens
 
 
-def scores_prompt(request: Any) -> bool:
-    """Return whether log-probabilities of a request's prompt are collected, chunk by chunk, while it is computed."""
-    params = request.sampling_params
-    asked = (getattr(params, name, None) for name in ("prompt_logprobs", "prompt_logprob_token_ids"))
-    return any(each is not None for each in asked)
+def verified(request: Any, first: int, tokens: int) -> int:
+    """Return how many of `tokens` tokens that a request computes from token `first` on are no drafts; one at least."""
+    return min(tokens, max(request.num_tokens - first, 1))
 
 
 def note(plan: EvictionPlan, group: GroupPlan, number: int, req_id: str, blocks: RequestBlocks, step: int) -> None:

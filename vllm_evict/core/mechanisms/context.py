@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from ...config import KVPolicyConfig
-from ..actions import Action, Applied, Rotate
+from ..actions import Action, Applied, KeyRotation
 from ..blocks import RequestBlocks
 from ..plan import EvictionPlan, Reports
 from .base import Mechanism, SchedulerView, settled
@@ -32,17 +32,12 @@ class Context(Mechanism):
                 continue
             moving, distances, again = blocks.residence.gaps()
             if len(moving):
-                yield Rotate(
-                    request.request_id,
-                    group.number,
-                    reads=moving,
-                    writes=moving,
-                    tokens=tuple((distances * group.block_size).tolist()),
-                    again=tuple(again.tolist()),
-                )
+                whose, tokens = (request.request_id, group.number), (distances * group.block_size).tolist()
+                work = KeyRotation(*whose, [], [], moving.tolist(), tokens, again.tolist())
+                yield Action(*whose, reads=moving, writes=moving, work=work, must=True)
 
     def on_applied(self, applied: Applied) -> None:
-        if isinstance(applied.action, Rotate):
+        if isinstance(applied.action.work, KeyRotation):
             applied.blocks.residence.move_up()
             self.view.count(applied.blocks, moved=1)
 

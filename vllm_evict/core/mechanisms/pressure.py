@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 
 from ...config import KVPolicyConfig
-from ..actions import Action, Evict
+from ..actions import Action, losing, room_to_come
 from ..plan import EvictionPlan, Report, Reports
 from ..residence import NO_BLOCKS
 from .base import Group, Mechanism, SchedulerView, Step, settled
+from .reach import Reach
 
+#: What `RequestBlocks.offer` returns.
+Offer = tuple[np.ndarray, np.ndarray, int]
 #: Steps between two reports of a request while the pool is short of blocks.
 SCORES_STAY_FRESH = 8
 #: Added to costs for each step of priority: above any cost (`RequestBlocks.offer`), and small enough that float64 still
@@ -122,8 +125,9 @@ class Pressure(Mechanism):
         """
         holders = [(group, giver) for giver in givers for group in self.view.groups]
         offers = [self.offer(*holder, unscored=unscored) for holder in holders]
-        left = [spare for *_, spare in offers]
-        if sum(left) < missing:
+        gifts = [self._gift(*holder, offer, frees) for holder, offer in zip(holders, offers)]
+        left, copies = [spare for spare, _ in gifts], [copies for _, copies in gifts]
+        if sum(left) - sum(copies) < missing:
             return []
         owner = np.repeat(np.arange(len(offers)), [len(blocks) for blocks, *_ in offers])
         block = np.concatenate([blocks for blocks, *_ in offers])
@@ -138,16 +142,37 @@ class Pressure(Mechanism):
             if left[owner[at]] and frees(group, giver.request_id, index):
                 victims[owner[at]].append(index)
                 left[owner[at]] -= 1
+                if copies[owner[at]]:  # its first blocks pay for its room
+                    copies[owner[at]] -= 1
+                    continue
                 freed += 1
                 if freed == wanted:
                     break
         if freed < missing:
             return []
         return [
-            Evict(giver.request_id, group.number, np.sort(np.array(indices, np.int64)))
+            losing(
+                giver.request_id, group.number, group.residents[giver.request_id], np.sort(np.array(indices, np.int64))
+            )
             for (group, giver), indices in zip(holders, victims)
             if indices
         ]
+
+    def _gift(
+        self, group: Group, giver: Any, offer: Offer, frees: Callable[[Group, str, int], bool]
+    ) -> tuple[int, int]:
+        """Return how many blocks of an offer may go, and how many of these free nothing.
+
+        With its first block on the host a request gets new blocks for those of its room that others hold. A request
+        that would get as many as it gives gives none.
+        """
+        (offered, _, spare), req_id = offer, giver.request_id
+        if not spare:
+            return 0, 0
+        copies = sum(not frees(group, req_id, block) for block in room_to_come(group.residents[req_id]).tolist())
+        if copies and min(spare, sum(frees(group, req_id, block) for block in offered.tolist())) <= copies:
+            return 0, 0
+        return spare, copies
 
     def _reserve(self, requests: int) -> int:
         """Return the blocks to free beyond the missing ones: the buffer, or what decodes begin until a report."""
@@ -155,14 +180,21 @@ class Pressure(Mechanism):
         tokens = max(self._buffer, SCORES_STAY_FRESH * requests * len(groups))
         return math.ceil(tokens / groups[0].block_size)
 
-    def offer(self, group: Group, request: Any, *, unscored: bool = True) -> tuple[np.ndarray, np.ndarray, int]:
+    def offer(self, group: Group, request: Any, *, unscored: bool = True) -> Offer:
         """`RequestBlocks.offer` of a request; nothing if it may lose no block in the step being planned."""
         blocks = group.residents[request.request_id]
         # Published blocks of the step being planned must be computed without holes.
         published = max(each.published_tokens(request.request_id) for each in self.view.groups)
         if not blocks.started or not blocks.under_pressure or published > request.num_computed_tokens:
             return NO_BLOCKS, np.empty(0), 0
-        return blocks.offer(settled(request), blocks.of(Offered).report, unscored=unscored)
+        offered, cost, spare = blocks.offer(settled(request), blocks.of(Offered).report, unscored=unscored)
+        if blocks.config.reaches:
+            spare = self.view.part(Reach).movable(request, spare)
+        if blocks.config.reaches and not blocks.residence.host:
+            # Decodes of a request read less from its first block on the host on. So few requests give many blocks: one
+            # gives all before the next one gives any.
+            cost = np.full(len(offered), APART // 2 - spare, float)
+        return offered, cost, spare
 
 
 def ascending(values: np.ndarray, few: int) -> Iterator[int]:

@@ -1,23 +1,41 @@
 """`evict: host` of `full`: prompts read blocks of the host from staging pages, which steps share."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from ...config import KVPolicyConfig
-from .base import Mechanism, SchedulerView
+from ..actions import Applied, Unload
+from ..blocks import RequestBlocks
+from ..plan import EvictionPlan
+from ..reached import ReachedPool
+from .base import Mechanism, SchedulerView, verified
 
 
 class Reach(Mechanism):
-    """Plans prompts such that staging pages hold the host blocks of all of them.
+    """Plans prompts such that staging pages hold the host blocks of all of them, and keeps the host blocks of requests.
+
+    What moves blocks knows vLLM (`integration.engine.reaching`).
 
     Args:
         view: the scheduler, of the server's policy.
+
+    Attributes:
+        pool: the host blocks.
     """
+
+    pool: ReachedPool
 
     def __init__(self, view: SchedulerView) -> None:
         super().__init__(view)
         self._pages = staging_blocks(view.max_model_len, view.groups[0].block_size)
+        #: Staging pages that no prompt of the step being planned needs.
         self._free = self._pages
+        #: Request -> tokens that it computes in the step being planned, without drafts. vLLM allocates blocks for the
+        #: last request.
+        self._planned: dict[str, int] = {}
+        #: Requests that could start with blocks of the host in the step being planned.
+        self._arriving: dict[str, RequestBlocks] = {}
 
     @classmethod
     def serves(cls, config: KVPolicyConfig) -> bool:
@@ -25,17 +43,77 @@ class Reach(Mechanism):
 
     def before_schedule(self) -> None:
         self._free = self._pages
+        for blocks in self._arriving.values():
+            self.cancel_arrival(blocks)
+        self._arriving.clear()
 
     def limit_tokens(self, request: Any, computed_tokens: int, new_tokens: int) -> int:
         blocks = self.view.groups[0].residents.get(request.request_id)
-        left = request.num_tokens - computed_tokens
-        if blocks is None or not blocks.holes or not new_tokens or left <= 1:
-            return new_tokens
-        # A chunk of one token would read as a decode does.
-        if new_tokens == 1 or blocks.holes > self._free:
-            return 0
-        self._free -= blocks.holes
+        if blocks is not None and new_tokens and request.num_tokens - computed_tokens > 1:
+            new_tokens = self._limit_chunk(request, blocks, computed_tokens, new_tokens)
+        if new_tokens:
+            self._planned[request.request_id] = verified(request, computed_tokens, new_tokens)
         return new_tokens
+
+    def _limit_chunk(self, request: Any, blocks: RequestBlocks, computed_tokens: int, new_tokens: int) -> int:
+        """Return how many tokens of a prompt are computed; reserve staging pages for them."""
+        arriving = blocks.residence.arriving
+        holes = blocks.holes if arriving is None else len(arriving.holes)
+        if not holes:
+            return new_tokens
+        # A chunk of one token would read as a decode does. vLLM ends chunks of hybrids with a block.
+        size, left = blocks.block_size, request.num_tokens - computed_tokens
+        if new_tokens < left and (computed_tokens + new_tokens + 1) % size == 0:
+            new_tokens -= 1
+        if (new_tokens == 1 and (computed_tokens + 1) % size) or holes > self._free:
+            return 0
+        if new_tokens:
+            self._free -= holes
+        return new_tokens
+
+    def movable(self, request: Any, spare: int) -> int:
+        """Return how many of `spare` blocks a request may move to the host with the step being planned.
+
+        Staging has pages for the holes that a prompt had when its chunk was planned. So it moves no more blocks,
+        but for the prompt that vLLM allocates blocks for, which takes free pages. A chunk of one token would read as a
+        decode does.
+        """
+        tokens = self._planned.get(request.request_id, 0)
+        if not tokens or request.num_tokens - request.num_computed_tokens <= 1:
+            return spare
+        last = request.request_id == next(reversed(self._planned))
+        return min(spare, self._free) if last and tokens > 1 else 0
+
+    def on_applied(self, applied: Applied) -> None:
+        action = applied.action
+        tokens = self._planned.get(action.req_id, 0) if isinstance(action, Unload) else 0
+        if tokens > 1:
+            self._free -= len(action.holes)
+        elif tokens:
+            # The decode was planned without these holes.
+            applied.blocks.plan_step(self.view.requests[action.req_id].num_computed_tokens, tokens)
+
+    def on_scheduled(self, plan: EvictionPlan, tokens: Mapping[str, int]) -> None:
+        self._planned.clear()
+
+    def on_free(self, request: Any) -> None:
+        self._planned.pop(request.request_id, None)
+        for group in self.view.groups:
+            if (blocks := group.residents.get(request.request_id)) is not None:
+                self.cancel_arrival(blocks)
+                self.pool.release(self.view.next_plan, blocks)
+
+    def on_reset(self) -> None:
+        # Weights may have changed.
+        for blocks in self._arriving.values():
+            self.cancel_arrival(blocks)
+        self.pool.forget(self.view.next_plan)
+
+    def cancel_arrival(self, blocks: RequestBlocks) -> None:
+        """Let go what a request would have started with, if it has not started."""
+        if (arriving := blocks.residence.arriving) is not None:
+            blocks.residence.arriving = None
+            self.pool.leave(self.view.next_plan, list(arriving.numbers.values()))
 
 
 def staging_blocks(max_model_len: int, block_size: int) -> int:

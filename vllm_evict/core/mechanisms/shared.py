@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from ...config import KVPolicyConfig
-from ..actions import Action, Evict
+from ..actions import Action
 from ..blocks import choose_jointly, over_shared_trigger
 from ..plan import EvictionPlan, Reports
 from .base import Due, Mechanism, Step, settled
@@ -39,7 +39,7 @@ class SharedBudget(Mechanism):
             chosen = choose_jointly(held, settled(request), of_groups)
             for number, victims in enumerate(chosen):
                 if len(victims):
-                    yield Evict(req_id, number, victims)
+                    yield Action(req_id, number, victims)
             # Groups differ in holes. Workers foresee the next decision by the mean.
             missing = sum(map(len, chosen)) and sum(blocks.holes for blocks in held) // len(held)
             for told in self.view.next_plan.groups if missing else ():

@@ -11,6 +11,7 @@ from typing import Any
 
 from ...config import KVPolicyConfig
 from ...core.mechanisms import Mechanism
+from ...core.mechanisms.base import verified
 from .view import EngineView
 
 
@@ -67,21 +68,22 @@ class Reads(Mechanism):
 
         @wraps(allocate)
         def allocate_slots(request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
+            if scheduler.residents[request.request_id].pure_tokens is not None:  # nothing can end its purity again
+                return allocate(request, num_new_tokens, *args, **kwargs)
             hit = kwargs.get("num_new_computed_tokens", 0) + kwargs.get("num_external_computed_tokens", 0)
-            groups = scheduler.blocks_of(request.request_id)
-            before = groups[0].pure_tokens
+            groups, first = scheduler.blocks_of(request.request_id), request.num_computed_tokens + hit
             for blocks in groups:
-                blocks.plan_step(request.num_computed_tokens + hit, num_new_tokens)
+                blocks.plan_step(first, verified(request, first, num_new_tokens))
             allocated = allocate(request, num_new_tokens, *args, **kwargs)
             if allocated is None:  # there is no such step
-                groups[0].pure_tokens = before
+                groups[0].pure_tokens = None
             return allocated
 
         cache.allocate_slots = allocate_slots
 
     @classmethod
     def serves(cls, config: KVPolicyConfig) -> bool:
-        return config.selects or config.reaches
+        return config.sparse_heads or config.reaches
 
 
 def count_published(cache: Any, published: Callable[[Any], int | None]) -> None:

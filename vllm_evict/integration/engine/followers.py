@@ -36,8 +36,6 @@ class Follower(Mechanism):
 
     def on_applied(self, applied: Applied) -> None:
         action, blocks = applied.action, applied.blocks
-        if blocks.pure_tokens is None:  # layers still read all that the request has lost
-            return
         group = self._scheduler.kv_managers[action.group].kv_cache_group_id
         self.lost(action.req_id, group, applied.before, blocks.pure_tokens)
 
@@ -56,14 +54,14 @@ class Follower(Mechanism):
             poisoned: blocks that workers write beside new ones, and beside those of actions.
         """
 
-    def lost(self, req_id: str, group: int, blocks: Mapping[int, int], pure_tokens: int) -> None:
+    def lost(self, req_id: str, group: int, blocks: Mapping[int, int], pure_tokens: int | None) -> None:
         """Note that blocks of a request are holes now, or are about to be written.
 
         Args:
             req_id: the request.
             group: number of vLLM's KV group.
             blocks: logical block -> the physical block that it was.
-            pure_tokens: of the request.
+            pure_tokens: of the request; None: all its tokens are pure, since layers still read what it has lost.
         """
 
     def stay_pure(self, req_id: str, pure_tokens: int) -> None:
@@ -94,7 +92,7 @@ class OffloadingFollower(Follower):
         super().on_applied(applied)
         self._written.update(applied.written)
 
-    def lost(self, req_id: str, group: int, blocks: Mapping[int, int], pure_tokens: int) -> None:
+    def lost(self, req_id: str, group: int, blocks: Mapping[int, int], pure_tokens: int | None) -> None:
         if (status := self._stores._req_status.get(req_id)) is None:
             return
         config = self._stores.config
@@ -107,7 +105,8 @@ class OffloadingFollower(Follower):
                 chunk = range(first, min(first + config.blocks_per_chunk, len(state.block_ids)))
                 state.block_ids[chunk.start : chunk.stop] = [0] * len(chunk)
         self._fence(status, set(blocks.values()))
-        self.stay_pure(req_id, pure_tokens)
+        if pure_tokens is not None:
+            self.stay_pure(req_id, pure_tokens)
 
     def _fence(self, status: Any, blocks: set[int]) -> None:
         """Have workers wait for the stores of these blocks before the blocks are written."""
@@ -146,7 +145,7 @@ class SimpleFollower(Follower):
     must not be taken for the first one's.
     """
 
-    def lost(self, req_id: str, group: int, blocks: Mapping[int, int], pure_tokens: int) -> None:
+    def lost(self, req_id: str, group: int, blocks: Mapping[int, int], pure_tokens: int | None) -> None:
         stores = self._connector.scheduler_manager
         if stores is not None and (state := stores._reqs_to_store.get(req_id)) is not None:
             table = state.block_ids[group]
@@ -170,7 +169,7 @@ class LMCacheFollower(Follower):
         super().__init__(scheduler, connector)
         of_lmcache(connector, "request_trackers")
 
-    def lost(self, req_id: str, group: int, blocks: Mapping[int, int], pure_tokens: int) -> None:
+    def lost(self, req_id: str, group: int, blocks: Mapping[int, int], pure_tokens: int | None) -> None:
         if self._stop(req_id):
             self._scheduler.next_plan.unread.add(req_id)
 

@@ -11,6 +11,7 @@ import numpy as np
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock, resolve_block_hashes
 from vllm.v1.core.single_type_kv_cache_manager import (
+    ChunkedLocalAttentionManager,
     FullAttentionManager,
     MambaManager,
     SingleTypeKVCacheManager,
@@ -19,7 +20,7 @@ from vllm.v1.core.single_type_kv_cache_manager import (
 from vllm.v1.request import Request
 
 from ...core.blocks import RequestBlocks
-from ...core.residence import Saved
+from ...core.residence import Arriving
 from ..start import versions
 
 #: In what vLLM takes for a hit of the prefix cache: a block that comes from the host, into one that is free.
@@ -38,18 +39,23 @@ def hole_aware(manager: Any) -> Any:
         residents: dict[str, RequestBlocks]
         #: Blocks that the last allocation wanted; not kept where `bound_admissions` chose vLLM's own method.
         wanted = 0
+        #: Whether the group publishes whole blocks alone: no states, and no block that a prompt's end fills in part.
+        whole_blocks = False
 
         def get_num_blocks_to_allocate(self, *args: Any, **kwargs: Any) -> int:
             self.wanted = super().get_num_blocks_to_allocate(*args, **kwargs)
             return self.wanted
 
         def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-            # Blocks computed after the first eviction, or by a decode that selects, saw a reduced context, so they do
-            # not match their hash.
-            resident = self.residents.get(request.request_id)
-            if resident is not None and resident.pure_tokens is not None:
-                num_tokens = min(num_tokens, resident.pure_tokens)
-            super().cache_blocks(request, num_tokens, *args, **kwargs)
+            # Blocks computed after the first eviction, or by a decode that reads less, saw a reduced context, so they
+            # do not match their hash.
+            req_id = request.request_id
+            resident = self.residents.get(req_id)
+            if resident is not None and (pure := resident.state.pure_tokens) is not None:
+                num_tokens = min(num_tokens, pure)
+            # vLLM asks for each request of each step, and few of them have filled a block.
+            if not self.whole_blocks or num_tokens // self.block_size > self.num_cached_block.get(req_id, 0):
+                super().cache_blocks(request, num_tokens, *args, **kwargs)
 
         def publish_end(self, request: Request) -> None:
             """Publish what a hit needs at the last pure block of a request, if vLLM has not done so."""
@@ -111,8 +117,20 @@ class SlidingManager(hole_aware(SlidingWindowManager)):  # type: ignore[misc]  #
         )
 
 
+class ChunkManager(hole_aware(ChunkedLocalAttentionManager)):  # type: ignore[misc]  # a class made at import
+    """vLLM's manager for chunks of local attention, beside layers that may have holes. It publishes all pure blocks."""
+
+    def most_blocks(self, tokens: int) -> int:
+        """Return the most blocks that a request of this length holds, in flight included."""
+        return min(math.ceil(tokens / self.block_size), versions.most_in_window(self))
+
+
 #: vLLM's managers of KV groups without holes -> the plugin's.
-BESIDE: dict[type, type] = {SlidingWindowManager: SlidingManager, MambaManager: StateManager}
+BESIDE: dict[type, type] = {
+    SlidingWindowManager: SlidingManager,
+    ChunkedLocalAttentionManager: ChunkManager,
+    MambaManager: StateManager,
+}
 
 
 def put_beside(manager: SingleTypeKVCacheManager, residents: dict[str, RequestBlocks]) -> None:
@@ -156,11 +174,7 @@ class EvictableManager(hole_aware(FullAttentionManager)):  # type: ignore[misc] 
             give_back: frees blocks that a request lost, the last one first.
         """
         self.number, self.max_in_flight_tokens, self._give_back = number, max_in_flight_tokens, give_back
-        self._use(FullAttentionManager._has_partial_local_hit)
-
-    def expect_saved(self) -> None:
-        """Expect hits with blocks of preempted requests that come from the host."""
-        self.__dict__.pop(FullAttentionManager._has_partial_local_hit.__name__, None)
+        self.whole_blocks = self.block_size == self.block_pool.hash_block_size
 
     def bound_admissions(self, admits: bool) -> None:
         """Choose whose `get_num_blocks_to_allocate` answers in the next step: this class', or vLLM's own.
@@ -226,39 +240,40 @@ class EvictableManager(hole_aware(FullAttentionManager)):  # type: ignore[misc] 
             return list(hit)
         return [*hit[:sink], *[self._null_block] * (len(hit) - sink - window), *hit[-window:]]
 
-    def _has_partial_local_hit(
-        self, new_computed_blocks: Sequence[KVCacheBlock], num_local_computed_tokens: int
-    ) -> bool:
-        # A block that comes from the host is the request's own, though it may be partly filled.
-        from_host = len(new_computed_blocks) > 0 and new_computed_blocks[-1] is FROM_HOST
-        return not from_host and super()._has_partial_local_hit(new_computed_blocks, num_local_computed_tokens)
-
     def add_local_computed_blocks(
         self, request_id: str, new_computed_blocks: Sequence[KVCacheBlock], *args: Any, **kwargs: Any
     ) -> None:
         blocks = self.residents.get(request_id)
-        if blocks is not None and (saved := blocks.residence.saved) is not None:
-            self._go_on(request_id, saved, new_computed_blocks)
+        if blocks is not None and (arriving := blocks.residence.arriving) is not None:
+            self._arrive(request_id, arriving, new_computed_blocks)
             return
         super().add_local_computed_blocks(request_id, new_computed_blocks, *args, **kwargs)
         there = np.flatnonzero([not block.is_null for block in new_computed_blocks])
         if len(there) < len(new_computed_blocks):
             self.residents[request_id].adopt(there, len(new_computed_blocks))
 
-    def _go_on(self, request_id: str, saved: Saved, blocks: Sequence[KVCacheBlock]) -> None:
-        """Give a request that was preempted its table again: new blocks in the place of each `FROM_HOST`.
+    def _arrive(self, request_id: str, arriving: Arriving, blocks: Sequence[KVCacheBlock]) -> None:
+        """Give a request that starts its prefix: new blocks in the place of each `FROM_HOST`, and holes."""
+        arriving.coming = self._extend_table(request_id, blocks)
+        self.num_cached_block[request_id] = len(blocks)
+        resident = self.residents[request_id]
+        there = np.flatnonzero([not block.is_null for block in blocks])
+        resident.residence.adopt(there, len(blocks))
+        self._count(resident, len(there))
 
-        They are published as they were: from the first of them on, as far as the request's tokens are pure.
+    def _extend_table(self, request_id: str, blocks: Sequence[KVCacheBlock]) -> dict[int, int]:
+        """Put blocks into a request's table, and new ones in the place of each `FROM_HOST`.
+
+        Returns:
+            Logical block -> physical block of the new ones, ascending.
         """
         self.block_pool.touch([block for block in blocks if block is not FROM_HOST and not block.is_null])
         places = [index for index, block in enumerate(blocks) if block is FROM_HOST]
         new, table = self.block_pool.get_new_blocks(len(places)), list(blocks)
         for index, block in zip(places, new):
             table[index] = block
-        saved.coming = {index: block.block_id for index, block in zip(places, new)}
         self.req_to_blocks[request_id].extend(table)
-        self.num_cached_block[request_id] = places[0] if places else len(table)
-        self._count(self.residents[request_id], len(saved.numbers))
+        return {index: block.block_id for index, block in zip(places, new)}
 
     def get_num_blocks_to_allocate(
         self,
@@ -394,26 +409,6 @@ class EvictableManager(hole_aware(FullAttentionManager)):  # type: ignore[misc] 
         self._give_back(given_back)
         self._count(resident, resident.held_blocks - len(holes))
         return given_back, freed
-
-    def bring_back(self, request_id: str, indices: Sequence[int], there: Mapping[int, KVCacheBlock]) -> dict[int, int]:
-        """Give a request blocks in the place of holes. Workers have to hear of it with the very next plan.
-
-        Args:
-            request_id: a running request.
-            indices: logical blocks, all of them holes; no more than the pool has free.
-            there: of these, logical block -> the block of the pool that still holds it. Others get new blocks.
-
-        Returns:
-            {logical block: physical block}.
-        """
-        self.block_pool.touch(list(there.values()))
-        new = iter(self.block_pool.get_new_blocks(len(indices) - len(there)))
-        blocks = {index: there[index] if index in there else next(new) for index in indices}
-        self._place(request_id, blocks)
-        resident = self.residents[request_id]
-        resident.residence.come_back(np.array(sorted(indices), np.int64))
-        self._count(resident, resident.held_blocks + len(indices))
-        return {index: block.block_id for index, block in blocks.items()}
 
     def _find_room(self, blocks: Sequence[KVCacheBlock], copies: int) -> bool:
         """Make sure that the pool has `copies` new blocks, which a request needs in place of some of its own.

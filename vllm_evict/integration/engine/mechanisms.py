@@ -3,24 +3,21 @@
 from collections.abc import Iterator
 from typing import Any
 
-from ...core.mechanisms import Again, Budget, Context, Mechanism, Profiles, Reach, Recall, SharedBudget, WholePrompts
+from ...core.mechanisms import Budget, Context, Mechanism, Profiles, SharedBudget, WholePrompts
 from ...core.mechanisms.base import M
 from .allocation import Reads
 from .audits import Audits
-from .offloading import Offloading
 from .poison import Poison
-from .preempted import Preempted
 from .pressure import RoomMaker
+from .reaching import Reaching
 from .reconstruction import Reconstructions
 from .shadows import ShadowRequests
 from .view import EngineView
 
-#: In the order in which their hooks are called. After an action `Poison` comes before `Offloading`, which takes blocks
-#: that come back out of what is poisoned, and `Offloading` before `Again`. `Again` decides before `Budget`.
-#: `ShadowRequests` comes after what begins shadows.
+#: In the order in which their hooks are called. `ShadowRequests` comes after what begins shadows.
 KINDS: tuple[type[Mechanism], ...] = (
-    Poison, Reads, WholePrompts, RoomMaker, Offloading, Preempted, Again, Profiles, Budget, SharedBudget, Recall,
-    Reach, Context, Reconstructions, Audits, ShadowRequests,
+    Poison, Reads, WholePrompts, RoomMaker, Profiles, Budget, SharedBudget, Reaching, Context, Reconstructions, Audits,
+    ShadowRequests,
 )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from ...core.mechanisms.pressure import SCORES_STAY_FRESH
 from ...core.plan import EvictionPlan, Reports
 from ..start.versions import waiting_with_blocks
 from .allocation import before_giving_up
+from .managers import FROM_HOST
 from .shadows import ShadowRequests
 from .view import EngineView
 
@@ -65,7 +66,7 @@ class RoomMaker(Pressure):
             watermark: whether vLLM keeps its watermark free, if the request is waiting.
 
         Returns:
-            Whether the pool has room for the request now. If not, no block was freed.
+            Whether the pool has more free blocks now.
         """
         scheduler, runs = self._scheduler, request.status == RequestStatus.RUNNING
         if any(each.lent or each.owns(request.request_id) for each in scheduler.mechanisms.of(ShadowRequests)):
@@ -101,7 +102,7 @@ class RoomMaker(Pressure):
         return True
 
     def _relieve(self, request: Request, missing: int, hit: Sequence[Sequence[KVCacheBlock]]) -> bool:
-        """Free `missing` blocks for a request, or none."""
+        """Free `missing` blocks for a request, or fewer; return whether the pool has more free blocks now."""
         if request.num_preemptions >= MOST_TAKINGS and request.status == RequestStatus.PREEMPTED:
             return False  # it took blocks twice, and lost its own work both times
         scheduler, by_priority = self._scheduler, self._scheduler.policy == SchedulingPolicy.PRIORITY
@@ -120,6 +121,11 @@ class RoomMaker(Pressure):
         # A waiting request can wait for scores, too.
         unscored = request.status == RequestStatus.RUNNING
         actions = self.choose(givers, missing, frees, unscored=unscored, by_priority=by_priority)
+        free, pool = scheduler.free_blocks, self._cache.block_pool
+        # An action may take free blocks of the pool, such as those of the hit.
+        taken = [block for blocks in hit for block in blocks if block is not FROM_HOST and not block.is_null]
+        pool.touch(taken)
         for action in actions:
-            scheduler.apply(action)
-        return bool(actions)
+            scheduler.apply(action)  # the host may have room for a part of it, which may free none
+        pool.free_blocks(reversed(taken))
+        return scheduler.free_blocks > free

@@ -1,7 +1,8 @@
 """vLLM's schedulers with eviction: workers measure, the scheduler decides, and its plan tells the workers."""
 
 import time
-from collections.abc import Callable, Container
+from collections.abc import Container
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from .admission import Admission
 from .allocation import count_published
 from .followers import follow
 from .hits import Hit, Hits
-from .managers import BESIDE, EvictableManager, SlidingManager, StateManager, put_beside
+from .managers import BESIDE, ChunkManager, EvictableManager, SlidingManager, StateManager, put_beside
 from .mechanisms import Mechanisms
 from .outputs import Usages
 from .shadows import ShadowRequests
@@ -63,24 +64,23 @@ class EvictionMixin(Base):
         self.kv_managers, self.other_managers = self._managers()
         count_published(self.kv_cache_manager, self._published_tokens)
         self._plan = EvictionPlan.empty(len(self.kv_managers))
-        self._free: Callable[[list[KVCacheBlock]], None] = self._free_last_first
         self.hits = Hits(self)
         self.admission = Admission(self, self.hits)
         self.reports, self.usages = StepReports(self), Usages(self)
         self.followers = follow(self)
-        #: Whether the prefix cache is being reset.
-        self.resets = False
         #: Requests of the step that is done that read blocks which did not come.
         self._failed_loads: set[str] = set()
         self.mechanisms = Mechanisms(self)
         for follower in self.followers:
             self.mechanisms.add(follower, last=False)
-        if not self.mechanisms.having("limit_tokens"):  # vLLM asks for each request of each step
+        # vLLM asks for each request of each step.
+        self._limits = [each.limit_tokens for each in self.mechanisms.having("limit_tokens")]
+        if not self._limits:
             self._reserve_prefill_lookahead = super()._reserve_prefill_lookahead  # type: ignore[method-assign]
         logger.info(start_up_line(self))
 
-    def _managers(self) -> tuple[list[EvictableManager], list[SlidingManager | StateManager]]:
-        """Return the managers of KV groups that may have holes, in order, and those of sliding windows and of states.
+    def _managers(self) -> tuple[list[EvictableManager], list[SlidingManager | ChunkManager | StateManager]]:
+        """Return the managers of KV groups that may have holes, in order, and those of windows, chunks and states.
 
         Several groups may have holes only where heads are split, or where most layers have full attention.
         """
@@ -146,18 +146,10 @@ class EvictionMixin(Base):
         over = [manager.take_over_trigger() for manager in self.kv_managers]
         for manager, noted in zip(self.kv_managers, over):
             for req_id in noted:
-                if req_id not in tokens or self._reaches_later(manager, req_id):
+                # Where the server speculates, the step may begin blocks with drafts that are rejected.
+                if req_id not in tokens or self.num_spec_tokens:
                     manager.note(req_id)
         return [[req_id for req_id in noted if req_id in tokens] for noted in over]
-
-    def _reaches_later(self, manager: EvictableManager, req_id: str) -> bool:
-        """Return whether settled tokens of a request reach the end of its table later, in a step that adds no block.
-
-        That is so of a request whose last tokens are computed again in several steps. Where the server speculates, the
-        step may begin blocks with drafts that are rejected.
-        """
-        reached = -(-self.requests[req_id].num_computed_tokens // manager.block_size)
-        return bool(self.num_spec_tokens) or reached < len(manager.req_to_blocks[req_id])
 
     def _plan_starts(self, plan: EvictionPlan, output: SchedulerOutput) -> None:
         """Add to a plan how workers measure the requests that start, or start over, with its step."""
@@ -188,6 +180,7 @@ class EvictionMixin(Base):
     ) -> dict[int, EngineCoreOutputs]:
         self.usages.next_step()
         self._failed_loads = set()
+        self.mechanisms.call("before_output", model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         plan: EvictionPlan = getattr(scheduler_output, PLAN, None) or EvictionPlan.empty(len(self.kv_managers))
         for req_id in self._failed_loads:
@@ -213,17 +206,14 @@ class EvictionMixin(Base):
         if self.defer_block_free and self.sched_step_seq > self.processed_step_seq:
             self.deferred_frees.append((self.sched_step_seq, blocks))
         else:
-            self._free(blocks)
-
-    def _free_last_first(self, blocks: list[KVCacheBlock]) -> None:
-        self.kv_cache_manager.block_pool.free_blocks(reversed(blocks))
-
-    def frees_with(self, free: Callable[[list[KVCacheBlock]], None]) -> None:
-        """Have blocks that requests lost freed by `free`."""
-        self._free = free
+            self.kv_cache_manager.block_pool.free_blocks(reversed(blocks))
 
     def _build_kv_connector_meta(self, connector: Any, scheduler_output: SchedulerOutput) -> Any:
         for follower in self.followers:
+            for req_id in scheduler_output.num_scheduled_tokens if self.kv_policy.reaches else ():
+                # The step reads less than all: tokens from it on are not stored.
+                if (pure_tokens := self.residents[req_id].pure_tokens) is not None:
+                    follower.stay_pure(req_id, pure_tokens)
             follower.before_metadata(self._plan.poison)
         return super()._build_kv_connector_meta(connector, scheduler_output)
 
@@ -243,14 +233,17 @@ class EvictionMixin(Base):
         self._failed_loads = affected
         return affected
 
-    def apply(self, action: Action) -> None:
+    def apply(self, action: Action) -> bool:
         """Carry out an action of a mechanism: move blocks of the request, and add orders to the next plan.
 
         An action may need private copies of blocks that other requests hold. If the pool has no room for them, nothing
         changes and the next decision tries again; a request that can't go on without the action is preempted.
+
+        Returns:
+            Whether the action, or a part of it, was carried out.
         """
         if (action := self.mechanisms.passed("before_apply", action)) is None:
-            return
+            return False
         req_id, manager, plan = action.req_id, self.kv_managers[action.group], self._plan
         request, groups = self.requests[req_id], self.blocks_of(req_id)
         blocks, source = groups[action.group], manager.blocks_at(req_id, action.reads)
@@ -266,7 +259,7 @@ class EvictionMixin(Base):
             if action.must:
                 self.running.remove(request)
                 self._preempt_request(request, time.monotonic())
-            return
+            return False
         given_back, freed = rewritten
         target = manager.blocks_at(req_id, action.writes)
         pure = blocks.pure_tokens
@@ -276,12 +269,14 @@ class EvictionMixin(Base):
             blocks.pure_tokens = min(pure, manager.published_tokens(req_id))
         if whole and blocks.pure_tokens is not None:
             self._publish_ends(request)
-        action.order(plan, source, target)
+        if action.work is not None:
+            plan.orders.append(replace(action.work, source=source, target=target))
         # A published block may still be hit, so its content has to match its hash.
         unpublished = [block.block_id for block in freed if block.block_hash is None]
         self.mechanisms.call("on_applied", Applied(action, blocks, before, target, unpublished))
         copies = len(given_back) - holes
         self.tally.count(blocks.policy, holes, max(len(freed) - copies, 0), first and holes > 0, copies)
+        return True
 
     # What mechanisms see (`core.mechanisms.SchedulerView`)
 
@@ -296,11 +291,6 @@ class EvictionMixin(Base):
     @property
     def free_blocks(self) -> int:
         return self.kv_cache_manager.block_pool.get_num_free_blocks()
-
-    @property
-    def spare_blocks(self) -> int:
-        cache, in_flight = self.kv_cache_manager, self.kv_managers[0].in_flight + len(self.running)
-        return max(self.free_blocks - cache.watermark_blocks - in_flight, 0)
 
     def running_request(self, req_id: str) -> Request | None:
         request = self.requests.get(req_id)
@@ -362,7 +352,6 @@ class EvictionMixin(Base):
         super().add_request(request)
 
     def _update_request_as_session(self, session: Request, update: Any) -> None:
-        self.mechanisms.call("before_turn", session)
         # A turn may end among the drafts that its last step accepted. vLLM counts the tokens after its end as computed,
         # and would take their keys for those of the next turn's first tokens.
         session.num_computed_tokens = min(session.num_computed_tokens, session.num_tokens)
@@ -376,29 +365,27 @@ class EvictionMixin(Base):
 
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
         tokens = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
-        return self.mechanisms.passed("limit_tokens", tokens, request, num_computed_tokens)
+        for limit in self._limits:
+            tokens = limit(request, num_computed_tokens, tokens)
+        return tokens
 
     def _get_local_prefix_cache_hit(self, request: Request, *args: Any, **kwargs: Any) -> Hit:
         hit = Hit(*super()._get_local_prefix_cache_hit(request, *args, **kwargs))
         return self.mechanisms.passed("on_hit", self.hits.cut(request, hit), request)
 
-    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        self.mechanisms.call("on_preempt", request)
-        super()._preempt_request(request, *args, **kwargs)
-
     def _free_request_blocks(self, request: Request) -> None:
-        blocks = self.residents.get(request.request_id)
-        # A request that is preempted and saved keeps what is saved.
-        saved = blocks is not None and blocks.residence.saved is not None and request.status == RequestStatus.RUNNING
-        self._plan.forget(request.request_id, saved)
-        if not saved:
-            self.mechanisms.call("on_free", request)
+        self._plan.forget(request.request_id)
+        self.mechanisms.call("on_free", request)
         super()._free_request_blocks(request)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> tuple[dict | None, dict | None]:
         params = super()._free_request(request, *args, **kwargs)
         req_id = request.request_id
         if req_id in self.residents:  # else it never came in through `add_request`
+            if req_id in self.kv_managers[0].req_to_blocks:
+                # A connector holds its blocks for longer.
+                self._plan.forget(req_id)
+                self.mechanisms.call("on_free", request)
             self.usages.end(req_id)
             for manager in self.kv_managers:
                 manager.forget(req_id)
@@ -420,11 +407,7 @@ class EvictionMixin(Base):
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         self.mechanisms.call("on_reset")
-        self.resets = True
-        try:
-            return super().reset_prefix_cache(*args, **kwargs)
-        finally:
-            self.resets = False
+        return super().reset_prefix_cache(*args, **kwargs)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         stats = super().make_stats(*args, **kwargs)

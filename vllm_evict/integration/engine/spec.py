@@ -4,12 +4,12 @@ import math
 from dataclasses import dataclass, replace
 
 from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MLAAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from ...config import KVPolicyConfig, KVPolicyError
 from ..start.attending import kv_heads
-from ..start.drafters import lookahead
+from ..start.drafters import has_layers, lookahead
 from .managers import EvictableManager
 
 
@@ -83,11 +83,30 @@ def most_blocks(vllm_config: VllmConfig, config: KVPolicyConfig, block_size: int
     return bound + math.ceil((vllm_config.max_in_flight_tokens + lookahead(vllm_config)) / block_size) + 1
 
 
-def host_blocks(vllm_config: VllmConfig, config: KVPolicyConfig, block_bytes: int) -> int:
+def alike_bytes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, number: int) -> int:
+    """Return the bytes of a block in all layers of a KV group on one rank; 0 if layers may differ in KV heads.
+
+    A drafter's layers count, which may have pages of other sizes.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) == 1 and has_layers(vllm_config):
+        sizes = [tensor.size for tensor in kv_cache_config.kv_cache_tensors]
+        # Since 0.32 each of them names the whole allocation.
+        whole = max(sizes) if hasattr(kv_cache_config.kv_cache_tensors[0], "layer_stride") else sum(sizes)
+        return whole // kv_cache_config.num_blocks
+    spec = groups[number].kv_cache_spec
+    alike = len(groups) > 1 or isinstance(spec, MLAAttentionSpec)
+    return len(groups[number].layer_names) * spec.page_size_bytes if alike else 0
+
+
+def host_blocks(
+    vllm_config: VllmConfig, config: KVPolicyConfig, block_bytes: int, block_size: int | None = None
+) -> int:
     """Return how many host blocks evicted blocks may take; each tensor-parallel rank has its share of the bytes.
 
     Args:
         block_bytes: of a block in all layers of one rank.
+        block_size: tokens of a block; None: those of vLLM's configuration.
 
     Raises:
         KVPolicyError: there is no room for one.
@@ -99,7 +118,7 @@ def host_blocks(vllm_config: VllmConfig, config: KVPolicyConfig, block_bytes: in
             f"host: {config.host} bytes hold no block of {block_bytes} bytes on {ranks} ranks; expected at least "
             f"{ranks * block_bytes}"
         )
-    longest = math.ceil(vllm_config.model_config.max_model_len / vllm_config.cache_config.block_size)
+    longest = math.ceil(vllm_config.model_config.max_model_len / (block_size or vllm_config.cache_config.block_size))
     if config.reaches and blocks < longest:  # a request that finds no room there keeps its blocks on the device
         raise KVPolicyError(
             f"host: {config.host} bytes hold {blocks} blocks; expected at least the {longest} of a request of "

@@ -1,10 +1,11 @@
 """The line of the log that says, when the engine starts, what the policy does."""
 
 from collections import Counter
+from typing import Any
 
 from ...core.mechanisms import Pressure
 from ..start.describe import facts, what_is_held
-from .managers import StateManager
+from .managers import ChunkManager, StateManager
 from .spec import EvictableSpec
 from .view import EngineView
 
@@ -32,9 +33,7 @@ def start_up_line(scheduler: EngineView) -> str:
         counts = Counter(group.kv_cache_spec.head_class for group in groups)
         listed = ", ".join(f"{count} {head_class}" for head_class, count in counts.items())
         what = f"{len(groups)} KV groups of {spec.num_kv_heads} heads ({listed})"
-    kinds = Counter(
-        "states" if isinstance(each, StateManager) else "sliding windows" for each in scheduler.other_managers
-    )
+    kinds = Counter(map(_kind, scheduler.other_managers))
     if kinds:
         beside = " and ".join(f"{count} with {kind}" for kind, count in kinds.items())
         what += f", beside {beside}, managed by vLLM"
@@ -48,3 +47,9 @@ def start_up_line(scheduler: EngineView) -> str:
         + "".join(f"; {words}" for mechanism in scheduler.mechanisms if (words := mechanism.described))
         + "".join(f"; {words}" for part in parts if (words := part.became(spec.block_size)))
     )
+
+
+def _kind(manager: Any) -> str:
+    """Return what the layers of a KV group without holes have."""
+    named = {StateManager: "states", ChunkManager: "chunks of local attention"}
+    return named.get(type(manager), "sliding windows")

@@ -42,17 +42,17 @@ class StepReports:
     def _held(self, group: int, req_id: str) -> np.ndarray | None:
         """Return the blocks of a request in a KV group for which a report has numbers; None if it has ended.
 
-        These are the blocks that it holds, without blocks of steps in flight, of accepted drafts alone, and without
-        blocks that came back: a step that is in flight does not see them.
+        These are the blocks that it holds, without blocks of steps in flight, and of accepted drafts alone.
         """
-        request = self._scheduler.requests.get(req_id)
-        if request is None:
+        # A request that has ended may still be known to vLLM, while a connector reads its blocks.
+        blocks = self._scheduler.kv_managers[group].residents.get(req_id)
+        if blocks is None:
             return None
-        blocks = self._scheduler.kv_managers[group].residents[req_id]
+        request = self._scheduler.requests[req_id]
         held = blocks.residence.before(settled(request))
         if self._scheduler.num_spec_tokens:
             held = held[: held.searchsorted(self._scored_blocks(request))]
-        return held[~np.isin(held, list(blocks.favoured))] if blocks.favoured else held
+        return held
 
     def _scored_blocks(self, request: Request) -> int:
         """Return the blocks of a request, holes included, without those that only drafts have begun in the step."""

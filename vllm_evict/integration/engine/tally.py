@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 #: Counter name -> help. The prefix lets vLLM unregister them with its own.
 COUNTERS = {
@@ -14,20 +14,17 @@ COUNTERS = {
     "requests": ("vllm:kv_evict_requests", "Requests that lost at least one KV block."),
     "missing": ("vllm:kv_evict_reports_missing", "Scores that workers were asked for and did not report."),
 }
-#: The same of blocks on the host.
+#: The same of blocks on the host, if the server's policy has such.
 HOST_COUNTERS = {
     "spilled": ("vllm:kv_evict_blocks_spilled", "Evicted KV blocks that were copied to the host."),
-    "recalled": ("vllm:kv_evict_blocks_recalled", "KV blocks that came back from the host."),
-    "still_there": ("vllm:kv_evict_blocks_still_there", "Of these, blocks that no request had taken: not copied."),
-    "dropped": ("vllm:kv_evict_blocks_dropped", "Evicted KV blocks that the host dropped, or had no room for."),
-    "failed": ("vllm:kv_evict_host_failures", "Steps in which blocks could not be written to the host, or read."),
-    "again": ("vllm:kv_evict_prompts_again", "Times that the end of a prompt was computed again after a recall."),
-    "saved": ("vllm:kv_evict_preemptions_saved", "Preemptions whose blocks were copied to the host."),
-    "restored": ("vllm:kv_evict_preemptions_restored", "Preempted requests that went on with blocks from the host."),
-    "recomputed": ("vllm:kv_evict_preemptions_recomputed", "Preempted requests that the host could not keep."),
+    "hit": ("vllm:kv_evict_host_blocks_hit", "Blocks of requests' prefixes that the host had for them."),
+    "fetched": ("vllm:kv_evict_host_blocks_fetched", "Host blocks that layers of decodes copied into rooms."),
+    "in_room": ("vllm:kv_evict_host_blocks_in_room", "Host blocks that layers of decodes chose, and rooms had."),
+    "cut": ("vllm:kv_evict_host_blocks_cut", "Host blocks in whose place layers read others, as fetch bounds them."),
 }
 HOST_GAUGES = {
     "used": ("vllm:kv_evict_host_blocks", "Host blocks that hold KV blocks, under the server's policy."),
+    "unused": ("vllm:kv_evict_host_blocks_cached", "Of these, blocks that are kept as prefixes alone."),
     "bytes": ("vllm:kv_evict_host_bytes", "Bytes of the host blocks that hold KV blocks, under the server's policy."),
 }
 #: The same of audits, by the share of its blocks that a request kept: there if the server audits.
@@ -50,21 +47,6 @@ AUDIT_SKIPPED = ("vllm:kv_evict_audit_skipped", "Answers that were drawn for an 
 AUDIT_SHARE = ("vllm:kv_evict_audit_share", "Share of answers that are drawn for an audit.")
 AUDIT_TARGET = ("vllm:kv_evict_audit_target", "Share of audited answers that should be identical.")
 RESIDENT = ("vllm:kv_evict_blocks_resident", "KV blocks held by running requests.")
-
-
-class Place(NamedTuple):
-    """What is counted of a place to which evicted blocks go.
-
-    Attributes:
-        counters, gauges: as `COUNTERS`.
-    """
-
-    counters: dict[str, tuple[str, str]]
-    gauges: dict[str, tuple[str, str]]
-
-
-#: Where evicted blocks go (`KVPolicyConfig.evict`) -> what is counted there; elsewhere nothing is.
-PLACES = {"host": Place(HOST_COUNTERS, HOST_GAUGES)}
 
 
 class Tally:
@@ -100,9 +82,16 @@ class Tally:
         """Count an answer without an audit."""
         self._skipped.setdefault(policy, Counter())[why] += 1
 
-    def hold(self, policy: str, used: int, block_bytes: int) -> None:
-        """Set the gauges of a policy's place: blocks there that hold something now, and bytes of each."""
-        self._gauges[policy] |= {"used": used, "bytes": used * block_bytes}
+    def hold(self, policy: str, used: int, block_bytes: int, unused: int = 0) -> None:
+        """Set the gauges of a policy's place.
+
+        Args:
+            policy: its name.
+            used: blocks there that hold something now.
+            block_bytes: bytes of each.
+            unused: of these, blocks that no request uses.
+        """
+        self._gauges[policy] |= {"used": used, "bytes": used * block_bytes, "unused": unused}
 
     def take(self, resident: Mapping[str, int]) -> dict[str, dict[str, Any]]:
         """Return the counts since last time, and what is held now, of policies that had requests.

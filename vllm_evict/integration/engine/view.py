@@ -1,11 +1,10 @@
 """The scheduler, as its parts and the engine's own mechanisms see it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import RequestQueue, SchedulingPolicy
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -14,7 +13,7 @@ from vllm.v1.request import Request
 from ...core.actions import Action
 from ...core.blocks import RequestBlocks
 from ...core.mechanisms.base import M, SchedulerView
-from .managers import EvictableManager, SlidingManager, StateManager
+from .managers import ChunkManager, EvictableManager, SlidingManager, StateManager
 from .tally import Tally
 
 
@@ -41,15 +40,13 @@ class EngineView(SchedulerView, Protocol):
         mechanisms: of the server.
         tally: counts for /metrics.
         residents: request -> its blocks in the first KV group that may have holes.
-        resets: whether the prefix cache is being reset.
         others: vLLM's own.
     """
 
     kv_managers: list[EvictableManager]
-    other_managers: list[SlidingManager | StateManager]
+    other_managers: list[SlidingManager | ChunkManager | StateManager]
     mechanisms: MechanismsView
     tally: Tally
-    resets: bool
 
     vllm_config: VllmConfig
     kv_cache_config: KVCacheConfig
@@ -77,12 +74,8 @@ class EngineView(SchedulerView, Protocol):
         """Return the blocks of a request in each KV group that may have holes."""
         ...
 
-    def apply(self, action: Action) -> None:
-        """Carry out an action of a mechanism."""
-        ...
-
-    def frees_with(self, free: Callable[[list[KVCacheBlock]], None]) -> None:
-        """Have blocks that requests lost freed by `free`."""
+    def apply(self, action: Action) -> bool:
+        """Carry out an action of a mechanism; return whether any of it was carried out."""
         ...
 
     def add_request(self, request: Request) -> None: ...

@@ -6,7 +6,16 @@ from typing import Any
 
 from ...config import KVPolicyConfig
 from ...core.audit import CONTROL, KEPT
-from ..engine.tally import AUDIT_COUNTERS, AUDIT_SHARE, AUDIT_SKIPPED, AUDIT_TARGET, COUNTERS, PLACES, RESIDENT
+from ..engine.tally import (
+    AUDIT_COUNTERS,
+    AUDIT_SHARE,
+    AUDIT_SKIPPED,
+    AUDIT_TARGET,
+    COUNTERS,
+    HOST_COUNTERS,
+    HOST_GAUGES,
+    RESIDENT,
+)
 
 
 class PrometheusMetrics:
@@ -24,9 +33,9 @@ class PrometheusMetrics:
     ) -> None:
         labels, self._model_name = ["model_name", "engine", "policy"], model_name
         counters, self._gauges = dict(COUNTERS), {"resident": RESIDENT}
-        if policy.evict in PLACES:
-            counters |= PLACES[policy.evict].counters
-            self._gauges |= PLACES[policy.evict].gauges
+        if policy.reaches:
+            counters |= HOST_COUNTERS
+            self._gauges |= HOST_GAUGES
         self._metrics: dict[str, Any] = {key: counter(*named, labels) for key, named in counters.items()}
         for key, named in self._gauges.items():
             self._metrics[key] = gauge(*named, labels, multiprocess_mode="mostrecent")

@@ -150,4 +150,5 @@ def _selector(vllm_config: Any) -> AttentionSelectorConfig:
         kv_cache_dtype=cache_dtype(vllm_config),
         block_size=None,
         use_mla=model.use_mla,
+        use_mm_prefix=model.is_mm_prefix_lm,
     )

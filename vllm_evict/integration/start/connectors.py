@@ -17,12 +17,12 @@ ARRIVING = (
     "DecodeBenchConnector",
     "ExampleConnector",
 )
-LMCACHE, SIMPLE = "LMCacheMPConnector", "SimpleCPUOffloadConnector"
+LMCACHE = "LMCacheMPConnector"
 #: vLLM's connectors that keep blocks of the prefix cache in host memory, on disk, or in LMCache's server.
-OFFLOADING = ("OffloadingConnector", LMCACHE, SIMPLE)
+OFFLOADING = ("OffloadingConnector", LMCACHE, "SimpleCPUOffloadConnector")
 #: Connectors that are served, alone and in a MultiConnector.
 SERVED = (*ARRIVING, *OFFLOADING)
-#: Those for which vLLM switches its hybrid KV cache manager off.
+#: Those for which vLLM switches its hybrid KV cache manager off; not for the connector of LMCache's own package.
 ONE_TABLE = ("ExampleConnector", LMCACHE)
 #: What is said of a server that `prefills_alone`.
 PREFILLS = "this server prefills for others (kv_producer): it evicts nothing and runs as stock vLLM"

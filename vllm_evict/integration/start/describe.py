@@ -7,7 +7,7 @@ from ...core.mechanisms.pressure import Pressure
 from ...environment import decode_kernel
 from ...policies import RUNNING
 from . import windows
-from .capabilities.server import DEVICE_BACKENDS
+from .capabilities.server import DEVICE_BACKENDS, UNLIKE
 
 if TYPE_CHECKING:
     from ...compute.runtime import EvictionRuntime
@@ -58,11 +58,11 @@ def kernels_line(vllm_config: Any, config: KVPolicyConfig, runtime: "EvictionRun
         does = "attends for" if runtime.batch.takes_prompts else "decodes"
         line = f"KV policy {config.name}: the plugin's kernel {does} {' and '.join(named)}"
         line += ", output and mass in one read" if measures else f"; {kernel} attends to all others"
-    for part in (part for part in config.classes.values() if part.select):
-        blocks, sinks, recent = part.selected(vllm_config.cache_config.block_size)
-        bounds = sum(group.source.kept_bytes for group in runtime.groups)
-        line += f"; decodes attend to {blocks} blocks at most, {sinks + recent} of them sinks and recent blocks"
-        line += f"; bounds of keys take {-(-bounds // 2**20)} MiB"
+    for part in (part for part in config.classes.values() if part.sparse):
+        blocks, sinks, recent = part.read_blocks(runtime.groups[0].block_size)
+        index = sum(group.source.kept_bytes for group in runtime.groups)
+        line += f"; decodes read {blocks} blocks at most, {sinks + recent} of them sinks and recent blocks"
+        line += f"; the index of keys takes {-(-index // 2**20)} MiB"
     if config.reaches:
         index = sum(group.source.kept_bytes for group in runtime.groups)
         pages = max(group.source.staging for group in runtime.groups)
@@ -71,9 +71,10 @@ def kernels_line(vllm_config: Any, config: KVPolicyConfig, runtime: "EvictionRun
         )
     if measures:
         line += f"; beside {kernel} mass comes from {runtime.ops.beside}"
-    if vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
-        line += "; decodes replay full CUDA graphs"
-        if measures and runtime.attends_in_graphs:
+    graphs = vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
+    if graphs and all(group.source.fits_graph(set()) for group in runtime.groups):
+        line += "; decodes replay full CUDA graphs" + ", but for requests that read the host" * config.reaches
+        if measures and runtime.measures_in_graphs is not None:
             line += f", of measured requests up to {runtime.groups[0].shape.graph_tokens} resident tokens"
         elif measures:
             line += ", except decodes of measured requests"
@@ -87,8 +88,8 @@ def _decoded(config: KVPolicyConfig, runtime: "EvictionRuntime", measures: bool)
         named.append("measured requests")
     elif measures and runtime.ops.decodes_measured and not named:
         named.append("measured requests with holes")
-    if not all(group.source.reads_all for group in runtime.groups):
-        named.append("requests that read blocks of the host" if config.reaches else "requests that select blocks")
+    if any(group.source.decodes and not group.source.reads_all for group in runtime.groups):
+        named.append("requests that read blocks of the host" if config.reaches else "requests that read less")
     return named
 
 
@@ -98,7 +99,7 @@ def ignored_settings(runtime: "EvictionRuntime", backend: str) -> str | None:
     `kernels.decode_cuda` logs whether CUDA C++ can run behind a GPU backend.
     """
     kernel = decode_kernel()
-    decodes, on_device = runtime.groups[0].decodes, backend in DEVICE_BACKENDS
+    decodes, on_device = runtime.groups[0].decodes, backend in (*DEVICE_BACKENDS, *UNLIKE)
     if kernel in (None, "stock") or (on_device and decodes):
         return None
     why = "the plugin's kernels do not support its layers" if on_device else "it names a kernel for GPU backends"

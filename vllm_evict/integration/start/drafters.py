@@ -1,11 +1,11 @@
-"""Drafters with layers: draft models, EAGLE, MTP and DFlash. Their layers stand in KV groups with the model's.
+"""Drafters with layers: draft models, EAGLE, MTP, DFlash and DSpark. Their layers stand in KV groups with the model's.
 
 So these layers lose the blocks that the model's layers lose. They read through views too, and nothing of them is
 measured. The model verifies drafts, so holes in a drafter's cache change the number of accepted drafts and no token.
 Layers of drafters with sliding windows stay vLLM's, as those of the model do.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,12 @@ from ...config import KVPolicyError
 
 #: Methods of speculative decoding whose drafter has no layers.
 WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
+#: Methods that draft all tokens of a step in one pass -> the drafter's architecture that tests run.
+IN_PARALLEL = {"dflash": "DFlashDraftModel", "dspark": "Qwen3DSparkModel"}
 #: Methods that are served on Model Runner V2 alone.
-ON_V2 = ("ngram_gpu", "dflash")
+ON_V2 = ("ngram_gpu", *IN_PARALLEL)
 #: Methods whose drafter has layers that the plugin serves.
-WITH_LAYERS = ("draft_model", "eagle", "eagle3", "mtp", "dflash")
+WITH_LAYERS = ("draft_model", "eagle", "eagle3", "mtp", *IN_PARALLEL)
 #: Backends of states that take rejected drafts back on vLLM's CPU engine: gated delta rule (Qwen3-Next, Qwen3.5).
 TAKEN_BACK = ("GDN_ATTN",)
 #: Attribute of a drafter's layer. Policies work on layers without it.
@@ -73,11 +75,11 @@ def check(drafting: Mapping[str, Any], model_layer: Any) -> None:
             )
 
 
-def check_groups(drafting: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> None:
+def check_groups(drafting: Collection[str], groups: Sequence[Sequence[str]]) -> None:
     """Refuse drafters with a layer that stands in no KV group with layers of the model: it would lose no blocks.
 
     Args:
-        drafting: name -> layer of the drafter.
+        drafting: names of layers of the drafter that have caches.
         groups: names of the layers of each KV group with a full attention layer of the model.
 
     Raises:
@@ -115,8 +117,6 @@ def _unlike(layer: Any, model_layer: Any) -> tuple[str, str] | None:
     """Return how a drafter's layer differs from a layer of the model, and what to set instead; None if it does not."""
     if type(layer) not in (Attention, MLAAttention) or type(layer) is not type(model_layer):
         return f"is a {type(layer).__name__} layer", "set another model"
-    if (target := getattr(layer, "kv_sharing_target_layer_name", None)) is not None:
-        return f"reads the cache of {target}", "set another model"
     backend, wanted = layer.attn_backend.get_name(), model_layer.attn_backend.get_name()
     if backend != wanted:
         return f"has the attention backend {backend}", f'set "attention_backend": "{wanted}"'

@@ -59,10 +59,10 @@ def _served_on_v1_alone(vllm_config: Any) -> list[str]:
     if not isinstance(additional, dict) or additional.get("kv_policy") is None or prefills_alone(vllm_config):
         return []
     used = {
-        "speculative decoding": vllm_config.speculative_config is not None and not drafts_on_v2(),
+        "speculative decoding": vllm_config.speculative_config is not None,
         "pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,
     }
-    return [feature for feature, is_used in used.items() if is_used]
+    return [feature for feature, is_used in used.items() if is_used and not serves_on_v2()]
 
 
 def use_v1(vllm_config: Any) -> str:
@@ -74,6 +74,6 @@ def use_v1(vllm_config: Any) -> str:
     return f"set VLLM_USE_V2_MODEL_RUNNER=0{without}"
 
 
-def drafts_on_v2() -> bool:
-    """Return whether speculation is served on Model Runner V2 of this vLLM: 0.32 and later."""
+def serves_on_v2() -> bool:
+    """Return whether speculation and stages are served on Model Runner V2 of this vLLM: 0.32 and later."""
     return bool(Version(version("vllm")) >= Version("0.32"))

@@ -12,11 +12,23 @@ def bounds(tokens: int | None, vllm_config: Any) -> bool:
 
 
 def slide(vllm_config: Any) -> bool:
-    """Return whether some layers have windows that hide tokens, by the configuration."""
+    """Return whether some layers have windows, or chunks, that hide tokens, by the configuration."""
     model = vllm_config.model_config
+    if chunks(vllm_config):
+        return True
     kinds = getattr(model.hf_text_config, "layer_types", None) or ()
     some = model.get_sliding_window() if "sliding_attention" in kinds else None
     return bounds(some, vllm_config) or bounds(vllm_config.cache_config.sliding_window, vllm_config)
+
+
+def chunks(vllm_config: Any) -> bool:
+    """Return whether some layers have chunks of local attention that hide tokens, by the configuration."""
+    return bounds(getattr(vllm_config.model_config.hf_text_config, "attention_chunk_size", None), vllm_config)
+
+
+def recycles(layer: Any) -> bool:
+    """Return whether a layer has a window or chunks, outside of which vLLM recycles its blocks."""
+    return isinstance(layer, ChunkedLocalAttention) or layer.sliding_window is not None
 
 
 def widen(vllm_config: VllmConfig) -> None:

@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, replace_as
 
 from ...compute.attention.ops import BackendOps
 from ...compute.group import GroupRuntime
-from ...compute.kernel_blocks import KernelBlocks
+from ...compute.kernel_blocks import KernelBlockViews
 from ...compute.probes import LayerCall
 from ...config import KVPolicyError
 from ..engine.spec import EVICTABLE
@@ -48,7 +48,7 @@ def resident_backend(
         def get_cudagraph_support(cls, *args: Any, **kwargs: Any) -> AttentionCGSupport:
             """Full graphs of decodes only (`graphs`): other batches differ too much from step to step."""
             stock = super().get_cudagraph_support(*args, **kwargs)
-            return min(stock, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, key=lambda support: support.value)
+            return min(stock, AttentionCGSupport.UNIFORM_BATCH, key=lambda support: support.value)
 
         def __init__(self, kv_cache_spec: AttentionSpec, *args: Any, **kwargs: Any) -> None:
             if kv_heads is not None:
@@ -59,9 +59,10 @@ def resident_backend(
             if kv_heads is not None:
                 ops.for_parts(self)
             #: None: kernels read the pool's blocks.
-            self.kernel_blocks: KernelBlocks | None = None
+            self.kernel_blocks: KernelBlockViews | None = None
             if kv_cache_spec.block_size != runtime.block_size:
                 served = ops.splits_blocks and self.vllm_config.model_config.is_hybrid and splits_in_builders()
+                served = served and not runtime.source.staging  # layers write tables by the pool's blocks
                 if not served:
                     whole = partial(advice.reads_whole, runtime.block_size)
                     others = advice.either(advice.working(self.vllm_config, ops.whole_blocks, whole))
@@ -71,7 +72,7 @@ def resident_backend(
                         f"{kv_cache_spec.block_size}, or, where vLLM chooses the size (hybrids), --attention-backend "
                         f"{others}"
                     )
-                self.kernel_blocks = KernelBlocks(runtime, kv_cache_spec.block_size)
+                self.kernel_blocks = KernelBlockViews(runtime, kv_cache_spec.block_size)
 
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
             if self.kernel_blocks is None:
@@ -158,11 +159,14 @@ def working_impl(impl: type, ops: BackendOps, attended: set[Any]) -> type:
             work = getattr(attn_metadata, STEP_WORK, None)
             if work is None:
                 return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+            own_query = ops.dequantised(layer, query)
+            call = LayerCall(ops, layer, getattr(self, PLACE), own_query, kv_cache, attn_metadata, output)
+            if work.precedes:
+                work.before(call)
             if not work.is_all:
                 with ops.attending() if work.measures else nullcontext():
                     super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
-            own_query = ops.dequantised(layer, query)
-            work.do(LayerCall(ops, layer, getattr(self, PLACE), own_query, kv_cache, attn_metadata, output))
+            work.do(call)
             return output
 
     return WorkingImpl

@@ -1,8 +1,8 @@
-"""Full CUDA graphs: two for each batch size, by the kernel that attends in them (`compute.graphs.Attends`).
+"""Full CUDA graphs: two for each batch size, one of which measures (`compute.graphs.Attends`).
 
-vLLM captures a graph for each batch size and keeps graphs by descriptors. Graphs in which the plugin's kernel attends
-have descriptors of a class of their own, so both kinds lie in one table. The plugin chooses between them where vLLM
-chooses among graphs. A step that fits neither runs like a batch that is not all decodes.
+vLLM captures a graph for each batch size and keeps graphs by descriptors. Graphs that measure have descriptors of a
+class of their own, so both kinds lie in one table. The plugin chooses between them where vLLM chooses among graphs. A
+step that fits neither runs like a batch that is not all decodes. Decodes with `k` drafts have `1 + k` queries each.
 
 Data-parallel ranks of a dense model are separate engines. Ranks of a mixture of experts agree on the size and the mode
 of each step (V1: `coordinate_batch_across_dp`, V2: `sync_cudagraph_and_dp_padding`). So a rank votes for a mode that it
@@ -25,7 +25,7 @@ from ...compute.runtime import EvictionRuntime
 
 @dataclass(frozen=True)
 class OwnBatch(BatchDescriptor):
-    """V1: descriptor of a graph in which the plugin's kernel attends."""
+    """V1: descriptor of a graph that measures."""
 
 
 class EvictionDispatcher(CudagraphDispatcher):
@@ -35,7 +35,7 @@ class EvictionDispatcher(CudagraphDispatcher):
 
     def initialize_cudagraph_keys(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_cudagraph_keys(*args, **kwargs)
-        if self.kv_evict.attends_in_graphs:
+        if self.kv_evict.measures_in_graphs is not None:
             full = self.cudagraph_keys[CUDAGraphMode.FULL]
             full.update([_as(OwnBatch, batch) for batch in full])
 
@@ -44,7 +44,7 @@ class EvictionDispatcher(CudagraphDispatcher):
         attends = self.kv_evict.choose_graph(mode == CUDAGraphMode.FULL)
         if mode == CUDAGraphMode.FULL and attends is None:
             return super().dispatch(*args, invalid_modes={CUDAGraphMode.FULL, *(invalid_modes or ())}, **kwargs)
-        return mode, _as(OwnBatch, batch) if mode == CUDAGraphMode.FULL and attends is Attends.OWN else batch
+        return mode, _as(OwnBatch, batch) if mode == CUDAGraphMode.FULL and attends is not Attends.STOCK else batch
 
 
 def install_v1(runner: Any, runtime: EvictionRuntime) -> None:
@@ -57,7 +57,7 @@ def install_v1(runner: Any, runtime: EvictionRuntime) -> None:
     def _warmup_and_capture(
         desc: BatchDescriptor, cudagraph_runtime_mode: CUDAGraphMode, *args: Any, **kwargs: Any
     ) -> None:
-        attends = _captured(cudagraph_runtime_mode, type(desc) is OwnBatch)
+        attends = _captured(runtime, cudagraph_runtime_mode, type(desc) is OwnBatch)
         with runtime.capturing(attends), runtime.trying(graph=True) if attends else nullcontext():
             capture(desc, cudagraph_runtime_mode, *args, **kwargs)
 
@@ -71,14 +71,14 @@ def install_v2(runner: Any, runtime: EvictionRuntime) -> None:
 
     @dataclass(frozen=True)
     class OwnExecution(BatchExecutionDescriptor):
-        """Descriptor of a graph in which the plugin's kernel attends."""
+        """Descriptor of a graph that measures."""
 
     class Capturing(CudaGraphManager):
         """A second base, after `ModelCudaGraphManager`, which makes a graph's inputs."""
 
         def capture(self, create_forward_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
             def create(desc: BatchExecutionDescriptor, *args: Any, **kwargs: Any) -> Callable[[CUDAGraphMode], None]:
-                attends = _captured(desc.cg_mode, type(desc) is OwnExecution)
+                attends = _captured(runtime, desc.cg_mode, type(desc) is OwnExecution)
                 with runtime.capturing(attends):
                     forward = create_forward_fn(desc, *args, **kwargs)
 
@@ -98,8 +98,10 @@ def install_v2(runner: Any, runtime: EvictionRuntime) -> None:
         ) -> BatchExecutionDescriptor:
             desc = super().dispatch(num_reqs, num_tokens, uniform_token_count, *args, **kwargs)
             attends = runtime.choose_graph(desc.cg_mode == CUDAGraphMode.FULL)
-            return _as(OwnExecution, desc) if attends is Attends.OWN else desc
+            return desc if attends in (None, Attends.STOCK) else _as(OwnExecution, desc)
 
+    if runner.speculator is not None:
+        _leave_drafter_without_full_graphs(runner.speculator)
     gather, initialize = runner.gather_batch_req_state, runner.initialize_kv_cache
     prepare = runner.model_state.prepare_attn
 
@@ -123,7 +125,7 @@ def install_v2(runner: Any, runtime: EvictionRuntime) -> None:
         manager = runner.cudagraph_manager
         manager.__class__ = EvictionGraphs
         full = manager._capture_descs.get(CUDAGraphMode.FULL, [])
-        if runtime.attends_in_graphs:
+        if runtime.measures_in_graphs is not None:
             # Largest first, both graphs of a size together: vLLM's profiling extrapolates from the first two graphs.
             full[:] = [each for desc in full for each in (desc, _as(OwnExecution, desc))]
         return result
@@ -132,10 +134,21 @@ def install_v2(runner: Any, runtime: EvictionRuntime) -> None:
     runner.model_state.prepare_attn = prepare_attn
 
 
-def _captured(mode: CUDAGraphMode, own: bool) -> Attends | None:
+def _leave_drafter_without_full_graphs(speculator: Any) -> None:
+    """Have V2's drafter capture piecewise graphs at most, as V1's does: its passes read views at several addresses."""
+    init = speculator.init_cudagraph_manager
+
+    @wraps(init)
+    def init_cudagraph_manager(mode: CUDAGraphMode) -> None:
+        init(CUDAGraphMode.PIECEWISE if mode.has_piecewise_cudagraphs() else CUDAGraphMode.NONE)
+
+    speculator.init_cudagraph_manager = init_cudagraph_manager
+
+
+def _captured(runtime: EvictionRuntime, mode: CUDAGraphMode, measures: bool) -> Attends | None:
     if mode != CUDAGraphMode.FULL:
         return None
-    return Attends.OWN if own else Attends.STOCK
+    return runtime.measures_in_graphs if measures else Attends.STOCK
 
 
 def _as(cls: type, descriptor: Any) -> Any:

@@ -1,4 +1,4 @@
-"""vLLM's layers of multi-head latent attention (MLA), with the step's `StepWork` after the stock kernels.
+"""vLLM's layers of multi-head latent attention (MLA), with the step's `StepWork` around the stock kernels.
 
 A layer, and not its `AttentionImpl`, sees all queries of a step.
 """
@@ -33,7 +33,7 @@ def name_as_others(layer: Any) -> None:
 
 
 def working_latent(layer: type, ops: BackendOps, attended: set[Any], block_size: int) -> type:
-    """Make a subclass of an MLA layer of vLLM that does the step's `StepWork` after the stock kernels, with absorbed
+    """Make a subclass of an MLA layer of vLLM that does the step's `StepWork` around the stock kernels, with absorbed
     queries.
 
     Args:
@@ -53,17 +53,20 @@ def working_latent(layer: type, ops: BackendOps, attended: set[Any], block_size:
             if metadata is not None:  # None: a dummy step without attention
                 attended.add(self)
             work = getattr(metadata, STEP_WORK, None)
-            if work is not None:
-                nope, rotated = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
-                query = q.new_empty(*q.shape[:2], self.head_size)
-                absorbed, query[..., self.kv_lora_rank :] = query[..., : self.kv_lora_rank], rotated
-                nope, absorbed = nope.transpose(0, 1), absorbed.transpose(0, 1)
-                if getattr(self.impl, "uses_amx_bmm", False):  # AMX_MLA: weights are packed; as in vLLM's forward_impl
-                    torch.ops._C.bmm_cpu(absorbed, nope, self.impl._w_uk_packed, True, self.impl._w_scale)
-                else:
-                    torch.bmm(nope, self.W_UK_T, out=absorbed)
-                cache = whole_blocks(self.kv_cache, block_size)
-                work.do(LayerCall(ops, self, getattr(self.impl, PLACE), query, cache, metadata, output))
+            if work is not None and work.follows:
+                work.do(self.kv_evict_call(q, metadata, output))
+
+        def kv_evict_call(self, q: torch.Tensor, metadata: Any, output: torch.Tensor) -> LayerCall:
+            nope, rotated = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
+            query = q.new_empty(*q.shape[:2], self.head_size)
+            absorbed, query[..., self.kv_lora_rank :] = query[..., : self.kv_lora_rank], rotated
+            nope, absorbed = nope.transpose(0, 1), absorbed.transpose(0, 1)
+            if getattr(self.impl, "uses_amx_bmm", False):  # AMX_MLA: weights are packed; as in vLLM's forward_impl
+                torch.ops._C.bmm_cpu(absorbed, nope, self.impl._w_uk_packed, True, self.impl._w_scale)
+            else:
+                torch.bmm(nope, self.W_UK_T, out=absorbed)
+            cache = whole_blocks(self.kv_cache, block_size)
+            return LayerCall(ops, self, getattr(self.impl, PLACE), query, cache, metadata, output)
 
     class WorkingLatent(Working):
         def forward_impl(
@@ -77,6 +80,11 @@ def working_latent(layer: type, ops: BackendOps, attended: set[Any], block_size:
             *args: Any,
             **kwargs: Any,
         ) -> Any:
+            work = getattr(attn_metadata, STEP_WORK, None)
+            if work is not None and work.precedes:
+                # Rows that the backend takes for chunks of prompts may read blocks of the host, too.
+                end = max(attn_metadata.num_decode_tokens, work.queried)
+                work.before(self.kv_evict_call(q[:end], attn_metadata, output))
             result = super().forward_impl(q, k_c_normed, k_pe, kv_cache, attn_metadata, output, *args, **kwargs)
             self.kv_evict_measure(q, attn_metadata, output)
             return result

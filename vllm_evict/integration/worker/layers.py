@@ -13,29 +13,31 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed import get_tp_group
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, replace_as
 
 from ...compute.attention.ops import BackendOps, ops_for
-from ...compute.attention.store import LayerStore
+from ...compute.graphs import Attends
 from ...compute.group import GroupRuntime
 from ...compute.kernel_blocks import whole_blocks
 from ...compute.kernels.rotate import Rotation
 from ...compute.mass import BlockMass
 from ...compute.runtime import EvictionRuntime
 from ...compute.shape import Shape
+from ...compute.store import Store
 from ...config import STREAMING, KVPolicyConfig, KVPolicyError
+from ...config.features import UNREAD, reads_keys
 from ...core.layout import Layout
 from ...environment import decode_kernel
 from ...policies import RUNNING
 from ..engine.spec import EvictableSpec, most_blocks
-from ..start import advice, attending, drafters
+from ..start import advice, attending, drafters, windows
 from ..start.capabilities import of_layers, refuse
-from ..start.capabilities.features import UNREAD, reads_keys
 from ..start.capabilities.server import Layers
 from ..start.versions import import_moved
+from . import flash
 from .backend import PLACE, drafting_backend, resident_backend, working_impl
 from .latents import latent_types, name_as_others, working_latent
 from .positions import rotations
@@ -45,7 +47,7 @@ _SPECS = "vllm.v1.core.kv_cache_utils"
 _get_kv_cache_groups_uniform_page_size = import_moved(_SPECS, "_get_kv_cache_groups_uniform_page_size")
 unify_kv_cache_spec_page_size = import_moved(_SPECS, "unify_kv_cache_spec_page_size")
 
-#: Attribute of a layer whose heads are split that holds its `Part`s.
+#: Attribute of a layer whose heads are split that holds its `LayerPart`s.
 PARTS = "kv_evict_parts"
 
 
@@ -76,7 +78,7 @@ def install(
 ) -> EvictionRuntime:
     """Put all full attention layers of the model behind one runtime, with a `GroupRuntime` for each KV group.
 
-    Layers with sliding windows or states keep vLLM's backend.
+    Layers with sliding windows, chunks or states keep vLLM's backend.
 
     Args:
         vllm_config: the worker's.
@@ -92,13 +94,15 @@ def install(
     for name, layer in every.items():
         if type(layer) in latent_types():
             name_as_others(layer)
-        elif type(layer) is not Attention and name not in states:
+        elif type(layer) not in (Attention, ChunkedLocalAttention) and name not in states:
             raise KVPolicyError(f"{name} is a {type(layer).__name__} layer: KV policies need plain attention layers")
     drafting = drafters.mark(vllm_config, model, every)
     layers = _evictable(vllm_config)
-    sharing = {name: layer.kv_sharing_target_layer_name for name, layer in layers.items() if _shares(layer)}
-    windows = len(layers) + len(states) + len(drafting) < len(every)
-    refuse.check_layers(vllm_config, config, Layers(bool(layers), windows, bool(states), bool(sharing)))
+    sharing = {
+        name: layer.kv_sharing_target_layer_name for name, layer in (layers | drafting).items() if _shares(layer)
+    }
+    others = len(layers) + len(states) + len(drafting) < len(every)
+    refuse.check_layers(vllm_config, config, Layers(bool(layers), others, bool(states), bool(sharing)))
     drafters.check_states(vllm_config, {name: every[name] for name in states})
     for name, layer in layers.items():
         of_layers.check_layer(name, layer, config, vllm_config)
@@ -109,7 +113,8 @@ def install(
     block_size = vllm_config.cache_config.block_size
     if len(layers) + len(drafting) < len(every):
         names, block_size, block_bytes = _grouped(config, layers, dict(specs or {}))
-        drafters.check_groups(drafting, names)
+        of_layers.check_groups(config, len(names))
+        drafters.check_groups(drafting.keys() - sharing.keys(), names)
     config.check(block_size, len(layers), min(heads), longest, vllm_config.max_in_flight_tokens)
     placed, attended = attending.layout(vllm_config, config), set[Any]()
     # vLLM makes blocks of hybrids as large as states; kernels may read smaller ones.
@@ -119,9 +124,9 @@ def install(
         return _split(vllm_config, config, layers, placed, ops, attended)
     if not refuse.measures_mass(vllm_config):
         config = config.replace(audit=0.0, target=None)  # answers are scored without it
-    in_graphs = _scratch(vllm_config, config, layers, ops, block_size)
+    measures_in_graphs, in_graphs = _scratch(vllm_config, config, layers, ops, block_size)
     turns = {} if config.context is None else rotations(vllm_config, model, layers)
-    readers = [(layers[name], target) for name, target in sharing.items()]
+    readers = [(every[name], target) for name, target in sharing.items()]
     groups = [
         _whole(
             vllm_config,
@@ -136,10 +141,12 @@ def install(
         )
         for group in names
     ]
+    for group in groups:
+        group.source.loads = vllm_config.kv_transfer_config is not None
     return EvictionRuntime(
         groups,
         ops,
-        attends_in_graphs=in_graphs > 0,
+        measures_in_graphs=measures_in_graphs,
         names=names,
         block_bytes=block_bytes,
         speculates=vllm_config.speculative_config is not None,
@@ -151,20 +158,18 @@ def install(
 def _ops(backend: str, block_size: int | None) -> BackendOps:
     """Return the plugin's operations for a backend; `block_size` as `ops_for` takes it."""
     ops = ops_for(backend, block_size)
-    if backend == "FLASH_ATTN":
-        from .flash import capture_lse  # imports vLLM's FlashAttention backend
-
-        vars(ops)["capture_lse"] = capture_lse
+    if backend in flash.MODULES:
+        vars(ops)["capture_lse"] = partial(flash.capture_lse, backend)
     return ops
 
 
 def _evictable(vllm_config: VllmConfig, drafting: bool = False) -> dict[str, Attention]:
-    """Return the model's layers without sliding windows, by name: the layers that policies work on.
+    """Return the model's layers without windows and chunks, by name: the layers that policies work on.
 
     Layers that read another layer's cache are among them. `drafting`: the drafter's layers instead.
     """
     layers = get_layers_from_vllm_config(vllm_config, (Attention, *latent_types()))
-    plain = ((name, layer) for name, layer in layers.items() if layer.sliding_window is None)
+    plain = ((name, layer) for name, layer in layers.items() if not windows.recycles(layer))
     return {name: layer for name, layer in plain if hasattr(layer, drafters.DRAFTS) is drafting}
 
 
@@ -216,10 +221,12 @@ def _whole(
     ((head_class, part),) = config.classes.items()
     drafting = [layer for layer in named.values() if hasattr(layer, drafters.DRAFTS)]
     layers = [layer for layer in named.values() if layer not in drafting]
-    # A layer that reads another's cache has its place: the mass of both adds up.
+    # A layer of the model that reads another's cache has its place: the mass of both adds up.
     at = {name: layers.index(layer) for name, layer in named.items() if layer in layers}
-    places = [*enumerate(layers), *((at[name], layer) for layer, name in readers if name in at)]
-    backends = dict.fromkeys(layer.attn_backend for layer in (*drafting, *(layer for _, layer in places)))
+    reading = [(at[name], layer) for layer, name in readers if name in at]
+    places = [*enumerate(layers), *(each for each in reading if not hasattr(each[1], drafters.DRAFTS))]
+    passing = [*drafting, *(layer for _, layer in reading if hasattr(layer, drafters.DRAFTS))]
+    backends = dict.fromkeys(layer.attn_backend for layer in (*passing, *(layer for _, layer in places)))
     latent = isinstance(layers[0], latent_types())
 
     def caches(of: Sequence[Attention]) -> Iterator[tuple[Attention, Any]]:
@@ -227,10 +234,10 @@ def _whole(
         for layer in of:
             yield layer, whole_blocks(layer.kv_cache, block_size) if latent else layer.kv_cache
 
-    store = LayerStore(ops, partial(caches, layers), turns, partial(caches, drafting))
+    store = Store(ops, partial(caches, layers), turns, partial(caches, drafting))
     group = _group(vllm_config, part, store, [layer.num_kv_heads for layer in layers], in_graphs, block_size)
     resident = {backend: resident_backend(backend, group, ops, head_class) for backend in backends}
-    for layer in drafting:
+    for layer in passing:
         layer.attn_backend = drafting_backend(resident[layer.attn_backend])
     # An MLA layer attends itself, by two methods of its `AttentionImpl`.
     attending = list(layers) if latent else [layer.impl for _, layer in places]
@@ -256,10 +263,10 @@ def _split(
     first, backend = next(iter(layers.values())), next(iter(layers.values())).attn_backend
     rank = placed.places[get_tp_group().rank_in_group]
     groups, pages, block_size = [], [], vllm_config.cache_config.block_size
-    in_graphs = _scratch(vllm_config, config, layers, ops, block_size)
+    measures_in_graphs, in_graphs = _scratch(vllm_config, config, layers, ops, block_size)
     for index, head_class in enumerate(placed.groups):
         name = f"kv_evict.{head_class}.{index}"
-        store = LayerStore(ops, partial(_caches_of, layers, name))
+        store = Store(ops, partial(_caches_of, layers, name))
         heads, numbers = [], []
         for number, layer in enumerate(rank):
             for place in (place for place in layer if place.group == index):
@@ -291,36 +298,42 @@ def _split(
         layer.attn_backend = vllm_config.compilation_config.static_forward_context[parts[0].pages].backend
     speculates = vllm_config.speculative_config is not None
     names = [[page] for page in pages]
-    return EvictionRuntime(groups, ops, pages, in_graphs > 0, names, speculates=speculates, attended=attended)
+    return EvictionRuntime(groups, ops, pages, measures_in_graphs, names, speculates=speculates, attended=attended)
 
 
 def _scratch(
     vllm_config: VllmConfig, config: KVPolicyConfig, layers: dict[str, Attention], ops: BackendOps, block_size: int
-) -> int:
-    """Choose the size of the decode kernel's scratch.
+) -> tuple[Attends | None, int]:
+    """Choose the size of the decode kernel's scratch, and how full CUDA graphs measure.
 
     Returns:
-        Resident blocks of the longest request in full CUDA graphs in which that kernel attends; 0 if there are none.
+        What attends in graphs that measure, and resident blocks of the longest request in them; None and 0 if no graph
+        measures.
     """
     if not ops.compiles:  # on a CPU kernels take their own scratch
-        return 0
+        return None, 0
     measures, requests = bool(config.statistics & RUNNING), vllm_config.scheduler_config.max_num_seqs
     decodes = decode_kernel() != "stock" and all(map(ops.can_decode, layers.values()))
     decodes &= measures or len(config.classes) > 1
     latent = isinstance(next(iter(layers.values())), latent_types())
     # The kernel decodes one query a request, and graphs of a server that speculates have one for each draft beside it.
-    in_graphs = decodes and vllm_config.speculative_config is None
-    largest = vllm_config.compilation_config.max_cudagraph_capture_size or 0
-    return ops.scratch_for(
+    own, queries = decodes and vllm_config.speculative_config is None, 1 + vllm_config.num_speculative_tokens
+    # vLLM captures no full graphs of a model with chunks of local attention.
+    chunks = get_layers_from_vllm_config(vllm_config, ChunkedLocalAttention)
+    largest = (not chunks and vllm_config.compilation_config.max_cudagraph_capture_size) or 0
+    in_graphs = ops.scratch_for(
         # Beside vLLM's kernel it is launched for requests that are measured query by query. Of latents the mass beside
         # vLLM's kernel takes scratch.
         requests if decodes or "pivots" in config.statistics or (latent and (measures or config.audit)) else 0,
-        min(requests, largest) if in_graphs else 0,
+        min(requests, -(-largest // queries)) if own or measures else 0,
         max(layer.num_heads for layer in layers.values()),
         block_size,
         max(_held(vllm_config, part, block_size) for part in config.classes.values()),
         any(part.granularity == "token" for part in config.classes.values()) and measures,
     )
+    if not in_graphs:
+        return None, 0
+    return Attends.OWN if own else Attends.BESIDE, in_graphs
 
 
 def _held(vllm_config: VllmConfig, config: KVPolicyConfig, block_size: int) -> int:
@@ -332,7 +345,7 @@ def _held(vllm_config: VllmConfig, config: KVPolicyConfig, block_size: int) -> i
 def _group(
     vllm_config: VllmConfig,
     config: KVPolicyConfig,
-    store: LayerStore,
+    store: Store,
     heads: list[int],
     in_graphs: int,
     block_size: int,
@@ -355,7 +368,9 @@ def _group(
         heads=of_stages or heads,
         places=places or (),
         graph_blocks=in_graphs,
+        graph_queries=1 + vllm_config.num_speculative_tokens,
         most_held=_held(vllm_config, config, block_size),
+        **sizes(vllm_config),
     )
     return GroupRuntime(config, shape, store)
 
@@ -418,11 +433,13 @@ def settle(
         for group in runtime.groups:
             group.leave_out(BlockMass)  # of audits
     decodes &= all(map(ops.can_decode, layers.values()))
-    if (config.selects or config.reaches) and not decodes:
-        field = "select" if config.selects else "evict: host under full"
+    parts = config.classes.values()
+    alike = len(parts) == 1 and not config.statistics and not any(part.layers_differ for part in parts)
+    if config.sparse_heads and not decodes and not alike:
         raise KVPolicyError(
-            f"{field}: the plugin's decode kernel does not run here (VLLM_EVICT_DECODE=stock, a CPU without AVX2, "
-            "ALiBi slopes): leave it out"
+            "read: the plugin's decode kernel does not run here (VLLM_EVICT_DECODE=stock, a CPU without AVX2, ALiBi "
+            "slopes), so all layers read alike: leave dense_layers, a list of leaders and policies that score or split "
+            "heads out"
         )
     runtime.settle(decodes, all(map(ops.outruns, layers.values())), _is_exact(vllm_config, config, ops))
 
@@ -443,14 +460,13 @@ def _is_exact(vllm_config: VllmConfig, config: KVPolicyConfig, ops: BackendOps) 
     return shares or config.when == "pressure"
 
 
-def sizes(vllm_config: VllmConfig) -> tuple[int, int, int]:
-    """Return the dimensions of a key, bytes of a dimension, and bytes of the most queries of a step, in the widest
-    layer.
-    """
+def sizes(vllm_config: VllmConfig) -> dict[str, int]:
+    """Return what `Shape` has of the widest layer: `head_size`, `itemsize` and `queries`."""
     layers = _evictable(vllm_config).values()
     dims, itemsize = max(layer.impl.head_size for layer in layers), vllm_config.model_config.dtype.itemsize
     heads = max(layer.num_heads for layer in layers)
-    return dims, itemsize, vllm_config.scheduler_config.max_num_batched_tokens * heads * dims * itemsize
+    queries = vllm_config.scheduler_config.max_num_batched_tokens * heads * dims * itemsize
+    return {"head_size": dims, "itemsize": itemsize, "queries": queries}
 
 
 def block_bytes(runtime: EvictionRuntime, specs: dict[str, KVCacheSpec]) -> int:
@@ -462,7 +478,7 @@ def block_bytes(runtime: EvictionRuntime, specs: dict[str, KVCacheSpec]) -> int:
 def warm_up(vllm_config: VllmConfig, runtime: EvictionRuntime, tables: Sequence[torch.Tensor]) -> None:
     """Compile the plugin's kernels, once `settle` has chosen; `tables` are vLLM's block tables of the KV groups."""
     # This module needs Triton.
-    from ...compute.attention.warmup import Heads, warm_up
+    from ...compute.attention.warmup import LayerHeads, warm_up
 
     layers, group_of = [], {name: group for group, names in enumerate(runtime.names) for name in names}
     for name, layer in _evictable(vllm_config).items():
@@ -471,8 +487,11 @@ def warm_up(vllm_config: VllmConfig, runtime: EvictionRuntime, tables: Sequence[
         cache = layer.kv_cache
         if isinstance(layer, latent_types()):
             cache = whole_blocks(cache, runtime.groups[0].block_size).unsqueeze(1)
-        whole = [Heads(group_of[name], slice(0, layer.num_heads), cache)] if name in group_of else []
-        parts = (Heads(group_of[part.pages], part.query_heads, part.kv_cache) for part in getattr(layer, PARTS, ()))
+        every = slice(0, layer.num_heads)
+        whole = [LayerHeads(group_of[name], every, cache, getattr(layer.impl, PLACE))] if name in group_of else []
+        parts = (
+            LayerHeads(group_of[part.pages], part.query_heads, part.kv_cache) for part in getattr(layer, PARTS, ())
+        )
         layers.append((layer, [*whole, *parts]))
     queries = vllm_config.scheduler_config.max_num_batched_tokens
     blocks = -(-vllm_config.model_config.max_model_len // runtime.groups[0].block_size)

@@ -39,7 +39,7 @@ INTERLEAVED = ("InternLM2Attention",)
 Awaited = set[tuple[str, str]]
 
 
-class Part(NamedTuple):
+class HeadOrder(NamedTuple):
     """The weights of q, k or v, or of the output projection's input.
 
     Attributes:
@@ -150,9 +150,9 @@ def _wrap(model: nn.Module, vllm_config: VllmConfig, order: np.ndarray) -> Await
         keys = torch.tensor(kv_order, dtype=torch.int64, device="cpu")
         queries = (keys[:, None] * group + torch.arange(group, device="cpu")).flatten()
         size, v_size = qkv.head_size, qkv.v_head_size
-        parts = {"q": Part(size, queries), "k": Part(size, keys), "v": Part(v_size, keys)}
+        parts = {"q": HeadOrder(size, queries), "k": HeadOrder(size, keys), "v": HeadOrder(v_size, keys)}
         _wrap_linear(qkv_name, qkv, "output_dim", parts, awaited)
-        _wrap_linear(out_name, out, "input_dim", {"": Part(v_size, queries)}, awaited)
+        _wrap_linear(out_name, out, "input_dim", {"": HeadOrder(v_size, queries)}, awaited)
     return awaited
 
 
@@ -214,7 +214,7 @@ def _wrap_linear(
     prefix: str,
     linear: QKVParallelLinear | RowParallelLinear,
     dim: str,
-    parts: dict[str, Part],
+    parts: dict[str, HeadOrder],
     awaited: Awaited,
 ) -> None:
     """Wrap the weight loaders of a projection's parameters, so that they permute heads.
@@ -256,7 +256,7 @@ def _wrap_linear(
 
 
 def _qkv_loader(
-    load: Callable[..., None], name: str, dim: str, parts: dict[str, Part], awaited: Awaited
+    load: Callable[..., None], name: str, dim: str, parts: dict[str, HeadOrder], awaited: Awaited
 ) -> Callable[..., None]:
     @wraps(load)
     def permuted(self: nn.Module, param: Any, loaded_weight: torch.Tensor, loaded_shard_id: str | None = None) -> None:
@@ -270,7 +270,7 @@ def _qkv_loader(
 
 
 def _out_loader(
-    load: Callable[..., None], name: str, dim: str, parts: dict[str, Part], awaited: Awaited
+    load: Callable[..., None], name: str, dim: str, parts: dict[str, HeadOrder], awaited: Awaited
 ) -> Callable[..., None]:
     @wraps(load)
     def permuted(self: nn.Module, param: Any, loaded_weight: torch.Tensor) -> None:
@@ -280,7 +280,7 @@ def _out_loader(
     return permuted
 
 
-def _permute(name: str, tensor: torch.Tensor, dim: int | None, parts: list[Part]) -> torch.Tensor:
+def _permute(name: str, tensor: torch.Tensor, dim: int | None, parts: list[HeadOrder]) -> torch.Tensor:
     """Return a checkpoint's tensor with its heads in their new places.
 
     Args:

@@ -58,13 +58,6 @@ def _install_v2(runner: Any, runtime: EvictionRuntime) -> None:
     def update_requests(scheduler_output: Any) -> None:
         runtime.check_begun(scheduler_output)
         update(scheduler_output)
-        # What a request has computed is counted on the device; only when it starts it is written from here.
-        rewound = runtime.plan.rewound
-        for req_id, tokens in rewound.items():
-            if (row := runner.req_states.req_id_to_index.get(req_id)) is not None:
-                runner.req_states.num_computed_tokens.stage_write_elem(row, tokens)
-        if rewound:
-            runner.req_states.num_computed_tokens.apply_write()
         for number, group in zip(runtime.numbers, runtime.groups):
             table = runner.block_tables.block_tables[number]
             for req_id, blocks in group.changes():

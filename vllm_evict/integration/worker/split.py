@@ -18,7 +18,7 @@ from .backend import PLACE, STEP_WORK
 
 
 @dataclass(slots=True)
-class Part:
+class LayerPart:
     """The heads of one class in one layer. A layer's heads are in the order of its parts (`core.arrange`).
 
     Attributes:
@@ -50,17 +50,19 @@ class Part:
         return cache
 
 
-def part_of(layer: Any, pages: str, holder: Any, heads_dim: int, first: int, heads: int, slot: int, place: int) -> Part:
+def part_of(
+    layer: Any, pages: str, holder: Any, heads_dim: int, first: int, heads: int, slot: int, place: int
+) -> LayerPart:
     """Return the part with KV heads from `first` on, in head slots from `slot` on, the `place`-th of the KV group."""
     impl, group = copy(layer.impl), layer.num_heads // layer.num_kv_heads
     impl.num_kv_heads, impl.num_heads = heads, heads * group
     setattr(impl, PLACE, place)
     query_heads = slice(first * group, (first + heads) * group)
     slots = slice(slot, slot + heads)
-    return Part(pages, slice(first, first + heads), query_heads, slots, impl, holder, heads_dim)
+    return LayerPart(pages, slice(first, first + heads), query_heads, slots, impl, holder, heads_dim)
 
 
-def split_impl(impl: type, parts: list[Part], ops: BackendOps, attended: set[Any]) -> type:
+def split_impl(impl: type, parts: list[LayerPart], ops: BackendOps, attended: set[Any]) -> type:
     """Return a subclass of an `AttentionImpl` for one layer, which calls the `impl` of each part.
 
     The layer is added to `attended` when it attends.

@@ -1,4 +1,4 @@
-"""Memory beside the pool: staging pages for blocks of the host (`compute.reach`), and bounds of keys."""
+"""Memory beside the pool: staging pages for blocks of the host (`compute.reach`)."""
 
 from copy import deepcopy
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 from vllm.config import VllmConfig
 
 from ...compute.attention.ops import CPU_FP8_NAMES
-from ...compute.kernels.bounds import bounds_width
 from ...config import KVPolicyConfig, KVPolicyError
 from ...core.mechanisms.reach import staging_blocks
 from ..engine.spec import host_blocks
@@ -14,7 +13,7 @@ from ..start import advice
 
 
 def longer(kv_cache_config: Any, pages: int) -> Any:
-    """Return a copy of vLLM's `KVCacheConfig` of one KV group, with `pages` pages behind the blocks of the pool."""
+    """Return a copy of vLLM's `KVCacheConfig`, with `pages` pages behind the blocks of the pool."""
     config = deepcopy(kv_cache_config)
     blocks = config.num_blocks
     config.num_blocks += pages
@@ -28,49 +27,53 @@ def longer(kv_cache_config: Any, pages: int) -> Any:
     return config
 
 
-def bound_bytes(vllm_config: VllmConfig, config: KVPolicyConfig, block: int) -> int:
-    """Return the bytes on the device of bounds of host blocks' keys; `block`: of a block of the pool."""
-    if config.evict != "host" or config.recall == "none":
-        return 0
-    boxes = host_blocks(vllm_config, config, block) * _box_bytes(vllm_config, block)
-    dims = vllm_config.model_config.get_head_size()
-    return boxes * bounds_width(config.recall_bounds, dims) // (2 * dims)
-
-
-def left_by_reach(vllm_config: VllmConfig, config: KVPolicyConfig, block: int, available: int) -> int:
+def left_by_reach(
+    vllm_config: VllmConfig, config: KVPolicyConfig, block: int, size: int, available: int, on_device: bool = False
+) -> int:
     """Return the bytes of `available` that are left for a pool beside staging pages and the index of the pool.
 
-    The index of host blocks lies beside these, in the memory that the host has.
+    The index of host blocks lies beside the pool's: on a CPU in the memory that the host has.
 
     Args:
         block: bytes of a block of the pool.
+        size: tokens of a block.
+        on_device: whether the pool is on a device, and the index of host blocks with it.
 
     Raises:
         KVPolicyError: no block is left.
     """
-    if not config.reaches:
+    part = next((part for part in config.classes.values() if part.reaches or part.sparse), None)
+    if part is None:
         return available
-    pages = staging_blocks(vllm_config.model_config.max_model_len, vllm_config.cache_config.block_size)
-    left = (available - pages * block) * block // (block + _index_bytes(vllm_config, config, block))
-    if left < block:
+    pages = staging_blocks(vllm_config.model_config.max_model_len, size) if config.reaches else 0
+    index = _index_bytes(vllm_config, part, block, size)
+    of_host = host_blocks(vllm_config, config, block, size) * index if on_device and config.reaches else 0
+    left = (available - pages * block - of_host) * block // (block + index)
+    if config.reaches and left < block:
+        also, less = (f" and an index of {of_host} bytes for the host", " or host") if on_device else ("", "")
         raise KVPolicyError(
             f"evict: host: {available} bytes for the KV cache hold no pool beside {pages} staging pages of {block} "
-            "bytes; expected more; set --max-model-len to less, or give the KV cache more memory"
+            f"bytes{also}; expected more; set --max-model-len{less} to less, or give the KV cache more memory"
         )
     return left
 
 
-def _index_bytes(vllm_config: VllmConfig, config: KVPolicyConfig, block: int) -> int:
-    """Return the bytes that stand for a block under `index`."""
+def _index_bytes(vllm_config: VllmConfig, config: KVPolicyConfig, block: int, size: int) -> int:
+    """Return the bytes that stand for a block of `size` tokens under `index`."""
     if config.index == "box":
-        return _box_bytes(vllm_config, block)
-    # A key's signs and its token's scale, and a centre; keys are half of a block.
-    size, dims = vllm_config.cache_config.block_size, vllm_config.model_config.get_head_size()
+        return _box_bytes(vllm_config, block, size)
+    # A key's signs and its token's scale, and a centre.
+    dims = vllm_config.model_config.get_head_size()
     item = 1 if advice.cache_dtype(vllm_config) in CPU_FP8_NAMES else vllm_config.model_config.dtype.itemsize
-    return block * (dims + size * (dims // 16 + 1)) // (size * dims * item)
+    return _halves_of_keys(vllm_config) * block * (dims + size * (dims // 16 + 1)) // (size * dims * item)
 
 
-def _box_bytes(vllm_config: VllmConfig, block: int) -> int:
-    """Return the bytes of a block's box of keys: two vectors of its keys, which are half of it."""
+def _box_bytes(vllm_config: VllmConfig, block: int, size: int) -> int:
+    """Return the bytes of a block's box of keys: two vectors of its keys."""
     wide = 4 if advice.cache_dtype(vllm_config) in CPU_FP8_NAMES else 1  # of fp8 caches in float32
-    return wide * block // vllm_config.cache_config.block_size
+    return _halves_of_keys(vllm_config) * wide * block // size
+
+
+def _halves_of_keys(vllm_config: VllmConfig) -> int:
+    """Return how many halves of a block are keys: of a block of latents both."""
+    return 2 if vllm_config.model_config.use_mla else 1

@@ -14,15 +14,15 @@ from ...compute.memory import described, needs, put_aside
 from ...compute.needs import Needs
 from ...compute.parts import Room
 from ...compute.runtime import EvictionRuntime
-from ...core.plan import REPORTS, SCORED, TROUBLE, Reports, Trouble
-from ..engine.spec import host_blocks, policy_config
+from ...core.plan import READ_ON_HOST, REPORTS, SCORED, Reports
+from ..engine.spec import alike_bytes, host_blocks, policy_config
 from ..start import attending, windows
 from ..start.describe import ignored_settings, kernels_line
 from . import layers, runners
 from .ranks import Ranks
 from .reorder import guard_reload, reordering
 from .scored import Scorer, scratch
-from .staging import bound_bytes, left_by_reach, longer
+from .staging import left_by_reach, longer
 from .unread import Copies
 
 logger = init_logger("vllm.evict")
@@ -38,7 +38,7 @@ class EvictionWorkerMixin(Base):
     _installed = False
     _needs = Needs()
     _reports: list[Reports] = []
-    _trouble: Trouble | None = None
+    _read: dict[str, Any] = {}
     _copied: Any = None
     _copies: Copies
     _ranks: Ranks
@@ -71,17 +71,17 @@ class EvictionWorkerMixin(Base):
         if not self.kv_evict.ops.compiles:
             block = layers.block_bytes(self.kv_evict, self.get_kv_cache_spec())
             available = super().determine_available_memory()
-            return left_by_reach(self.vllm_config, config, block, available)
+            return left_by_reach(self.vllm_config, config, block, self.kv_evict.groups[0].block_size, available)
         self.kv_evict.reserve()
-        self._needs = needs(self.kv_evict.groups, *layers.sizes(self.vllm_config))
+        self._needs = needs(self.kv_evict.groups)
         if self._scorer is not None:
             between = max(self._needs.between, scratch(self.vllm_config.model_config.get_vocab_size()))
             self._needs = self._needs._replace(between=between)
         with runners.profiling(self.model_runner, self._needs.step, self._needs.between, self.device):
             available = super().determine_available_memory()
         block = layers.block_bytes(self.kv_evict, self.get_kv_cache_spec())
-        available -= bound_bytes(self.vllm_config, config, block)
-        return self._needs.left(available, block)
+        left = self._needs.left(available, block)
+        return left_by_reach(self.vllm_config, config, block, self.kv_evict.groups[0].block_size, left, on_device=True)
 
     def initialize_from_config(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         pages = max(group.source.staging for group in self.kv_evict.groups)
@@ -95,14 +95,11 @@ class EvictionWorkerMixin(Base):
             self.kv_evict.reserve()
             tables = runners.block_tables(self.model_runner, self.kv_evict, self.use_v2_model_runner)
         room = Room(kv_cache_config.num_blocks, ahead=ahead)
-        if config.evict == "host":
+        if config.reaches:
             block = layers.block_bytes(self.kv_evict, self.get_kv_cache_spec())
-            path, parallel = config.host_path, self.vllm_config.parallel_config
-            # vLLM makes dense engines forget their rank, and not their index.
-            number = parallel.data_parallel_index * parallel.tensor_parallel_size + self.rank
-            if path is not None and number:
-                path += f".{number}"
-            room = room._replace(host_blocks=host_blocks(self.vllm_config, config, block), path=path)
+            block = alike_bytes(self.vllm_config, kv_cache_config, self.kv_evict.numbers[0]) or block
+            size = self.kv_evict.groups[0].block_size
+            room = room._replace(host_blocks=host_blocks(self.vllm_config, config, block, size))
         self.kv_evict.allocate(room, tables)
         if has_kv_transfer_group():
             self._copies = Copies(self.vllm_config, get_kv_transfer_group())
@@ -164,18 +161,15 @@ class EvictionWorkerMixin(Base):
             return output
         finally:
             reports = self.kv_evict.end(self._ranks.over_all)
-            self._reports = reports if self._ranks.are_last else []
-            self._copied, trouble = self.kv_evict.copied, self.kv_evict.trouble
-            if trouble is not None:
-                self._trouble = trouble.after(self._trouble)
+            self._reports, self._read = (reports, self.kv_evict.read_on_host) if self._ranks.are_last else ([], {})
+            self._copied = self.kv_evict.copied
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)
         self.kv_evict.drafted()
-        reports, self._reports = self._reports, []
-        trouble, self._trouble = self._trouble, None
+        reports, self._reports, read, self._read = self._reports, [], self._read, {}
         scored, after = self._scorer.take() if self._scorer is not None else ({}, None)
-        told = {REPORTS: reports if any(reports) else None, SCORED: scored or None, TROUBLE: trouble}
+        told = {REPORTS: reports if any(reports) else None, SCORED: scored or None, READ_ON_HOST: read or None}
         told = {name: value for name, value in told.items() if value is not None}
         return with_reports(output, told, after or self._copied) if told else output
 

@@ -1,8 +1,9 @@
-"""Which policies a server can run: what features of a policy do, and what environments of a server cannot stand.
+"""Which policies a server can run: what environments of a server cannot stand of a policy's features.
+
+`config.features` has the features, a row each, and those that do not go together in one policy.
 
 | module | has |
 |---|---|
-| `features` | what a policy may do, a row each, and what a user sets to do without it |
 | `environments` | what a server may be, a row each: what it cannot stand, why, and the way out |
 | `drafting` | rows of servers that draft |
 | `server` | facts of a server, by which rows apply |

@@ -1,17 +1,21 @@
 """What a server that drafts may be, and what of a policy or of itself that cannot stand."""
 
+from ....config.features import ANY, CONTEXT, HOST, KVZIP, MEAN, READ, SPLIT, TOKENS
 from .. import drafters
 from .environment import UNTRIED, Environment
-from .features import ANY, CONTEXT, HOST, KVZIP, MEAN, SELECT, SPLIT, TOKENS
 from .server import NGRAM
 
 #: Methods of speculative decoding that are served.
 METHODS = (*drafters.WITHOUT_LAYERS, *drafters.WITH_LAYERS)
 
 LATENT_STATES = Environment(
-    "latents (MLA) beside linear attention", lambda server: server.model.use_mla and server.states, {}
+    "latents (MLA) beside linear attention",
+    lambda server: server.model.use_mla and server.states,
+    dict.fromkeys((HOST, READ), "whose kernels read a copy of the block table"),
 )
-V2 = Environment("Model Runner V2", lambda server: server.vllm_config.use_v2_model_runner, {}, "{use_v1}")
+OLD_V2 = Environment(
+    "Model Runner V2 before vLLM 0.32", lambda server: server.runner == "V2" and not server.serves_on_v2, {}, "{use_v1}"
+)
 CACHED_STATES = Environment(
     "prefix caching of states on Model Runner V1",
     lambda server: server.runner == "V1" and server.model.is_hybrid and server.cache.enable_prefix_caching,
@@ -35,12 +39,10 @@ SPECULATION = Environment(
     lambda server: server.drafts,
     {
         CACHED_STATES: f"{UNTRIED}, since vLLM copies these states by kernels for GPUs",
-        LATENT_STATES: UNTRIED,
         CONTEXT: "",
         KVZIP: "which has no drafts for the requests that repeat prompts",
         MEAN: "where the queries of drafts do not count",
-        HOST: "",
-        SELECT: "",
+        READ: "",
     },
     "leave --speculative-config out",
 )
@@ -48,6 +50,12 @@ DRAFTS_BESIDE_STATES = Environment(
     "speculative decoding beside states",
     lambda server: server.drafts and server.states,
     {TOKENS: UNTRIED},
+    "leave --speculative-config out",
+)
+DRAFTS_BESIDE = Environment(
+    "speculative decoding beside {beside}",
+    lambda server: server.drafts and server.beside,
+    {HOST: UNTRIED},
     "leave --speculative-config out",
 )
 MANY_DRAFTS = Environment(
@@ -83,15 +91,9 @@ DRAFTER_BESIDE = Environment(
     {TOKENS: UNTRIED},
     "{ngram_by_token}",
 )
-SHARING_DRAFTER = Environment(
-    "speculative decoding by an assistant that reads the model's cache",
-    lambda server: server.drafts and getattr(server.drafts, "use_gemma4_mtp", bool)(),
-    {ANY: UNTRIED},
-    NGRAM,
-)
 PARALLEL_DRAFTER = Environment(
     "speculative decoding by {drafts.method!r} in parallel",
-    lambda server: server.drafter and server.drafts.parallel_drafting and server.drafts.method not in drafters.ON_V2,
+    lambda server: server.drafter and server.drafts.parallel_drafting and not server.in_parallel,
     {ANY: UNTRIED},
     f'leave "parallel_drafting" out of --speculative-config, or {NGRAM}',
 )
@@ -107,18 +109,21 @@ MANY_MODULES = Environment(
     {ANY: UNTRIED},
     f'set "num_speculative_tokens": 1 in --speculative-config, or {NGRAM}',
 )
-DFLASH = Environment(
-    "speculative decoding by 'dflash'", lambda server: server.by_dflash, {TOKENS: UNTRIED}, "{ngram_by_token}"
+IN_PARALLEL = Environment(
+    "speculative decoding by {drafts.method!r}",
+    lambda server: server.in_parallel,
+    {TOKENS: UNTRIED},
+    "{ngram_by_token}",
 )
-DFLASH_BESIDE = Environment(
-    "speculative decoding by 'dflash' beside {beside}",
-    lambda server: server.by_dflash and server.beside,
+UNTRIED_DRAFTER = Environment(
+    "speculative decoding by {drafts.method!r} beside {beside}",
+    lambda server: server.untried_drafter,
     {ANY: UNTRIED},
     "{other_drafter}",
 )
-OTHER_DFLASH = Environment(
-    "the DFlash drafter {other_dflash}",
-    lambda server: server.by_dflash and server.other_dflash,
+OTHER_IN_PARALLEL = Environment(
+    "the {drafts.method} drafter {other_in_parallel}",
+    lambda server: server.in_parallel and server.other_in_parallel,
     {ANY: UNTRIED},
     "{other_drafter}",
 )

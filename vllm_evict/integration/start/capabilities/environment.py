@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from .features import Feature
+from ....config.features import Feature
 from .server import Server
 
 #: Why a pair is refused of which nothing is known to be wrong.

@@ -6,27 +6,27 @@ Rows of servers that draft are in `drafting`.
 import vllm.envs as envs
 from vllm.v1.executor.abstract import Executor
 
-from ....compute.attention.ops import FP8_NAMES, READ_HEADS
-from .. import connectors, versions, windows
-from . import drafting
-from .drafting import SPECULATION, V2
-from .environment import UNTRIED, Environment
-from .features import (
+from ....compute.attention.ops import DECODED_HEADS, FP8_NAMES, READ_HEADS
+from ....config.features import (
     ANY,
     CONTEXT,
     EVICTS,
     HOST,
-    HOST_PATH,
     KVZIP,
     MAX,
     PRESSURE,
-    REACH,
+    READ,
+    READ_OF_LAYERS,
+    READ_OF_SOME,
     READS,
     SCORES,
-    SELECT,
     SPLIT,
     TOKENS,
 )
+from .. import connectors, versions, windows
+from . import drafting
+from .drafting import OLD_V2, SPECULATION
+from .environment import UNTRIED, Environment
 from .server import FP8_CAPABILITY
 
 #: The least compute capability that the plugin's kernels were compiled for: older GPUs have too little shared memory.
@@ -45,9 +45,8 @@ GPU = Environment(
     "a GPU",
     lambda server: server.platform != "cpu",
     {
-        HOST_PATH: "whose copies would wait for a disk",
-        SELECT: "where no kernel selects blocks yet",
-        REACH: "where no kernel reads blocks of the host yet",
+        READ_OF_LAYERS: "whose kernels have one length for all layers",
+        READ_OF_SOME: UNTRIED,
     },
 )
 OLD_GPU = Environment(
@@ -100,10 +99,19 @@ CSA = Environment(
 MSA = Environment(
     "block-sparse attention (MSA)", lambda server: server.of_text("sparse_attention_config") is not None, {ANY: INDEXED}
 )
+INKLING = Environment(
+    "attention of Inkling's own",
+    lambda server: any(name.startswith("Inkling") for name in server.model.architectures),
+    {ANY: "whose kernels and pages the plugin can't read"},
+)
 DIFFKV = Environment(
     "keys of {key_size} and values of {text.v_head_dim} dimensions",
     lambda server: server.key_size is not None,
-    {ANY: "whose backends (FLASH_ATTN_DIFFKV, TRITON_ATTN_DIFFKV) have pages that the plugin can't read"},
+    {
+        SPLIT: "while the plugin's kernels decode values of the keys' dimensions",
+        TOKENS: "of which no kernel of the plugin gathers tokens",
+        **dict.fromkeys((KVZIP, CONTEXT, HOST, READ), UNTRIED),
+    },
 )
 STATES_ALONE = Environment(
     "Mamba or linear attention in all layers",
@@ -117,21 +125,23 @@ WINDOWS_ALONE = Environment(
 )
 ENCODER = Environment("encoder-decoder models", lambda server: server.model.is_encoder_decoder, {ANY: ""})
 PREFIX_LM = Environment(
-    "non-causal attention over images",
+    "images whose tokens attend to each other",
     lambda server: server.model.is_mm_prefix_lm,
-    {ANY: ""},
+    dict.fromkeys((SPLIT, TOKENS, KVZIP, CONTEXT, HOST, READ), UNTRIED),
     "set --language-model-only, which serves text alone",
 )
 DIFFUSION = Environment("models with non-causal attention", lambda server: server.model.is_diffusion, {ANY: ""})
 CHUNKED = Environment(
     "chunked-local attention layers",
-    lambda server: windows.bounds(server.of_text("attention_chunk_size"), server.vllm_config),
-    {ANY: "which recycle their blocks themselves"},
+    lambda server: windows.chunks(server.vllm_config),
+    dict.fromkeys((TOKENS, HOST, READ), UNTRIED),
+    "set --max-model-len {text.attention_chunk_size} or less, where chunks hide nothing",
 )
 RSWA = Environment(
     "layers that attend to their prompt and a sliding window",
     lambda server: server.model.rswa_window is not None,
-    {ANY: ""},
+    {ANY: "of which backends count tokens of the cache"},
+    "set --hf-overrides.rswa_window null, with which layers attend to all tokens that a policy keeps",
 )
 #: Keys carry their rotation, which holes do not change. These terms are the backend's: they would count tokens of a
 #: view, and tokens in front of a hole would come nearer.
@@ -150,11 +160,15 @@ UNLIKE_HEADS = Environment(
     lambda server: "and" in server.kv_heads,
     {SPLIT: "which take equally many heads of each layer"},
 )
-KERNELS_READ = f"the plugin's kernels read {READ_HEADS[0]} to {READ_HEADS[-1]}"
 UNREAD_HEADS = Environment(
     "heads of {head_size} dimensions",
     lambda server: server.platform == "cuda" and not server.model.use_mla and server.head_size not in READ_HEADS,
-    {READS: f"of which {KERNELS_READ}", SPLIT: f"while {KERNELS_READ}"},
+    {READS: f"of which the plugin's kernels read {READ_HEADS[0]} to {READ_HEADS[-1]}"},
+)
+UNDECODED_HEADS = Environment(
+    "heads of {head_size} dimensions",
+    lambda server: server.platform == "cuda" and not server.model.use_mla and server.head_size not in DECODED_HEADS,
+    {SPLIT: f"while the plugin's kernels decode {DECODED_HEADS[0]} to {DECODED_HEADS[-1]}"},
 )
 MLA = Environment(
     "multi-head latent attention (MLA)",
@@ -164,8 +178,8 @@ MLA = Environment(
         TOKENS: "for which no kernel of the plugin gathers tokens",
         KVZIP: "which has no keys of KV heads to score",
         CONTEXT: "which rotates a part of its keys only",
-        HOST: UNTRIED,
-        SELECT: "for which no kernel of the plugin decodes",
+        READ_OF_LAYERS: "whose kernels have one length for all layers",
+        READ_OF_SOME: UNTRIED,
     },
 )
 STATES = Environment(
@@ -175,25 +189,26 @@ STATES = Environment(
         SPLIT: "which belong to no layer",
         KVZIP: "where the prefix cache lacks states to repeat a prompt",
         CONTEXT: "whose states keep the positions that keys lose",
-        HOST: "whose states can't compute tokens again",
-        SELECT: UNTRIED,
+        READ_OF_LAYERS: UNTRIED,
     },
 )
 WINDOWS = Environment(
-    "sliding-window attention beside full attention",
+    "{recycling} beside full attention",
     lambda server: server.slides,
     {
         SPLIT: "which belong to no layer",
-        KVZIP: "where the prefix cache lacks blocks of windows to repeat a prompt",
-        CONTEXT: "where only layers with windows may have positions",
-        HOST: "whose blocks are gone when tokens are computed again",
-        SELECT: "among which the first layers are not counted",
+        KVZIP: "where the prefix cache lacks their blocks to repeat a prompt",
+        CONTEXT: "where only these layers may have positions",
+        READ_OF_LAYERS: "among which the first layers are not counted",
     },
 )
 SHARED = Environment(
     "layers that share a cache",
     lambda server: server.shares,
-    {SPLIT: "which a layer without a cache can't read", **dict.fromkeys((KVZIP, CONTEXT, HOST, SELECT), UNTRIED)},
+    {
+        SPLIT: "which a layer without a cache can't read",
+        **dict.fromkeys((KVZIP, CONTEXT, READ_OF_LAYERS), UNTRIED),
+    },
 )
 
 # --- connectors ------------------------------------------------------------------------------------------------------
@@ -214,26 +229,25 @@ CONNECTOR = Environment(
     "the KV connector {connector}",
     lambda server: server.transfer,
     {
-        SPECULATION: "",
         SPLIT: "which other engines and the host don't know",
         KVZIP: "because kvzip reads prompts again",
         CONTEXT: "",
-        HOST: "",
-        SELECT: "",
+        READ: "",
     },
     "leave --kv-transfer-config and --kv-offloading-size out",
 )
-STORING = Environment(
-    "the KV connector {storing}",
-    lambda server: server.storing,
-    {MLA: UNTRIED, STATES: UNTRIED},
-    "leave --kv-transfer-config and --kv-offloading-size out",
+UNREACHED_CONNECTOR = Environment(
+    "the KV connector {connector}{besides}",
+    lambda server: server.transfer and (server.besides or not server.stores_alone),
+    {HOST: UNTRIED},
+    "use OffloadingConnector or SimpleCPUOffloadConnector, for full attention without drafts, or leave "
+    "--kv-transfer-config and --kv-offloading-size out",
 )
-STORING_ONE_KIND = Environment(
-    "the KV connector {storing}",
-    lambda server: connectors.all_stores_tested() and server.storing not in ("", connectors.SIMPLE),
-    {WINDOWS: UNTRIED},
-    f"use {connectors.SIMPLE}",
+LMCACHE = Environment(
+    f"the KV connector {connectors.LMCACHE}",
+    lambda server: any(each.kv_connector == connectors.LMCACHE for each in server.connectors),
+    {STATES: "whose states LMCache 0.5.1 does not take from vLLM 0.32"},
+    "use {served_connectors}",
 )
 SEVERAL = Environment(
     "MultiConnector",
@@ -244,7 +258,7 @@ SEVERAL = Environment(
 OLD_STORES = Environment(
     "the KV connector {storing} on vLLM before 0.30",
     lambda server: server.storing and not connectors.all_stores_tested(),
-    {WINDOWS: UNTRIED, SEVERAL: UNTRIED},
+    dict.fromkeys((MLA, STATES, WINDOWS, SEVERAL), UNTRIED),
     "leave --kv-transfer-config and --kv-offloading-size out",
 )
 ASYNC_CONNECTOR = Environment(
@@ -274,6 +288,12 @@ WHOLE_LAYER_BACKEND = Environment(
     lambda server: server.plans_whole_layers and (server.layers or server.platform == "cuda"),
     {SPLIT: "while the backend plans for all heads of a layer"},
     "set {setting} to {splitting_backends}",
+)
+SPLITTING_BACKEND = Environment(
+    "the attention backend FLASHINFER beside states",
+    lambda server: server.platform == "cuda" and server.backend == "FLASHINFER" and server.states,
+    dict.fromkeys((HOST, READ), "whose kernels split the pool's blocks, by which layers choose"),
+    "set {setting} to {backends_of_any_block}",
 )
 FEW_SIZES_BACKEND = Environment(
     "the attention backend {backend}",
@@ -317,9 +337,15 @@ UNCACHED = Environment(
     {KVZIP: "which leaves no cache to reconstruct prompts from"},
     "leave --no-enable-prefix-caching out",
 )
+CHUNKS_OF_ONE = Environment(
+    "prompts in chunks of one token (--long-prefill-token-threshold 1)",
+    lambda server: server.scheduler.long_prefill_token_threshold == 1,
+    {HOST: "where a chunk of one token would read as a decode does"},
+    "set --long-prefill-token-threshold to 2 or more",
+)
 SMALL_MACHINE = Environment(
     "host: {host_bytes} bytes on a machine of {machine}",
-    lambda server: server.config.evict == "host" and server.overflows_machine,
+    lambda server: server.config.reaches and server.overflows_machine,
     {ANY: ""},
     "set less than the machine, or its container, has for each engine, beside what the model takes, or evict: drop",
 )
@@ -347,23 +373,24 @@ PIPELINE = Environment(
         KVZIP: "",
         CONTEXT: "",
         HOST: "",
-        SELECT: "",
+        READ: "",
         MAX: "whose stages add up what they measure",
         WINDOWS: "where vLLM groups layers over all stages",
         STATES: "where vLLM groups layers over all stages",
         MLA: UNTRIED,
         SPECULATION: "",
         CONNECTOR: "",
-        V2: UNTRIED,
+        OLD_V2: UNTRIED,
         LAUNCHER: "whose stages would each have a scheduler",
     },
     "use --tensor-parallel-size in place of --pipeline-parallel-size",
 )
-TENSOR_RANKS = Environment(
-    "tensor parallelism",
-    lambda server: server.parallel.tensor_parallel_size > 1,
-    {REACH: UNTRIED},
-    "set --tensor-parallel-size 1",
+EMPTY_STAGE = Environment(
+    "a stage of the pipeline without layers",
+    lambda server: server.empty_stage,
+    {ANY: UNTRIED},
+    "set VLLM_PP_LAYER_PARTITION to a layer or more of each stage, or use --tensor-parallel-size in place of "
+    "--pipeline-parallel-size",
 )
 MICROBATCHES = Environment(
     "dual-batch overlap or microbatches",
@@ -395,8 +422,8 @@ AUDIT = Environment(
     {
         SPLIT: "",
         CONTEXT: "whose requests outgrow what full attention could read",
-        HOST: "where what comes back depends on free blocks, which audits take",
-        SELECT: "",
+        HOST: UNTRIED,
+        READ: "",
         SPECULATION: "",
         CONNECTOR: "",
         PIPELINE: UNTRIED,
@@ -412,10 +439,21 @@ _ROWS, _DRAFTING = tuple(globals().values()), tuple(vars(drafting).values())
 #: All of them, in the order of messages: those of this file, and those of `drafting`.
 ENVIRONMENTS = tuple(
     each
-    for each in (*(row for row in _ROWS if row not in (SPECULATION, V2)), *_DRAFTING)
+    for each in (*(row for row in _ROWS if row not in (SPECULATION, OLD_V2)), *_DRAFTING)
     if isinstance(each, Environment)
 )
 #: Those of them that depend on the attention backend: another one may not have them.
-OF_BACKENDS = (BACKEND, WHOLE_LAYER_BACKEND, FEW_SIZES_BACKEND)
+OF_BACKENDS = (BACKEND, WHOLE_LAYER_BACKEND, SPLITTING_BACKEND, FEW_SIZES_BACKEND)
 #: Those of them that loaded layers may tell of, where a configuration did not.
-OF_LAYERS = (STATES_ALONE, WINDOWS_ALONE, DISTANCES, STATES, WINDOWS, SHARED, ONE_TABLE, BACKEND, WHOLE_LAYER_BACKEND)
+OF_LAYERS = (
+    STATES_ALONE,
+    WINDOWS_ALONE,
+    DISTANCES,
+    STATES,
+    WINDOWS,
+    SHARED,
+    ONE_TABLE,
+    BACKEND,
+    WHOLE_LAYER_BACKEND,
+    SPLITTING_BACKEND,
+)

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ....config import KVPolicyConfig, KVPolicyError
-from .features import ANY
+from ....config.features import ANY, OFF_THE_HOST
 from .refuse import Refusal, check_layers, refuse
 from .server import Layers
 
@@ -25,6 +25,16 @@ def check_blocks(config: KVPolicyConfig, block_sizes: Collection[int]) -> int:
         sizes = " and ".join(map(str, sorted(block_sizes)))
         refuse(config, [Refusal(f"full attention layers in blocks of {sizes} tokens", ANY.instead)])
     return next(iter(block_sizes))
+
+
+def check_groups(config: KVPolicyConfig, groups: int) -> None:
+    """Refuse models for whose full attention layers vLLM makes several KV groups, where only one has a host.
+
+    Raises:
+        KVPolicyError: naming their number.
+    """
+    if config.reaches and groups > 1:
+        refuse(config, [Refusal(f"evict: host and {groups} KV groups of full attention layers", OFF_THE_HOST)])
 
 
 def check_layer(name: str, layer: Any, config: KVPolicyConfig, vllm_config: Any) -> None:

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 from vllm.logger import init_logger
 
 from ....config import KVPolicyConfig, KVPolicyError
+from ....config.features import ANY, READS, SCORES, Feature
 from ....environment import decode_kernel
 from .environment import Environment
 from .environments import ENVIRONMENTS, OF_LAYERS
-from .features import ANY, READS, SCORES, Feature
 from .server import Layers, Server
 
 logger = init_logger("vllm.evict")
@@ -34,7 +34,7 @@ def refusals(server: Server, environments: Iterable[Environment] = ENVIRONMENTS)
     """Yield what a server is refused for: each pair of the table of which it has both."""
     for environment in environments:
         if environment.of(server):
-            others = (other for other in environment.cannot_stand if other.of(server))
+            others = (other for other in environment.cannot_stand if server.has(other))
             yield from (composed(server, environment, other) for other in others)
 
 

@@ -4,15 +4,17 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import vllm.envs as envs
 from vllm.platforms import current_platform
 
-from ....compute.attention.ops import CPU_FP8_NAMES, FP8_NAMES, LATENT, OPS, WHOLE_LAYERS
+from ....compute.attention.ops import CPU_FP8_NAMES, FP8_NAMES, LATENT, OPS, UNLIKE, WHOLE_LAYERS
 from ....config import KVPolicyConfig
+from ....config.features import Feature
 from .. import advice, attending, connectors, drafters, fallback, windows
 from ..machine import memory_bytes
 
-#: Attention backends that work behind a view, except those of MLA (`LATENT`).
-BACKENDS = tuple(name for name in OPS if name not in LATENT)
+#: Attention backends that work behind a view, except those of MLA (`LATENT`) and of `UNLIKE` keys and values.
+BACKENDS = tuple(name for name in OPS if name not in (*LATENT, *UNLIKE))
 #: Those of them that run on a GPU.
 DEVICE_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 #: Attention backends of multi-head latent attention (MLA) that run on a GPU.
@@ -29,7 +31,12 @@ LAYERED: dict[str | None, tuple[str, ...]] = {
     "latents (MLA)": ("mtp", "eagle3"),
     "states": ("mtp",),
     "sliding windows": ("eagle", "eagle3"),
+    "latents (MLA) and linear attention": (),
+    "keys and values of unlike dimensions": ("mtp",),
+    "chunks of local attention": (),
 }
+#: The same of methods that Model Runner V2 alone has, where tests run some.
+IN_PARALLEL: dict[str, tuple[str, ...]] = {"states": ("dspark",), "sliding windows": ("dflash", "dspark")}
 NGRAM = 'set "method": "ngram" in --speculative-config'
 
 
@@ -73,6 +80,10 @@ class Server:
     def __getitem__(self, fact: str) -> Any:
         return getattr(self, fact)
 
+    def has(self, part: Any) -> object:
+        """Return whether the policy has a `Feature`, or the server is an `Environment`."""
+        return part.of(self.config if isinstance(part, Feature) else self)
+
     def of_text(self, field: str) -> Any:
         """Return a field of the language model's configuration; None if it has none."""
         return getattr(self.text, field, None)
@@ -100,10 +111,8 @@ class Server:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of memory that each engine takes for blocks on the host, and for their bounds."""
-        blocks = self.config.host if self.config.host_path is None else 0
-        # Least and largest keys of a block take as much as one of its tokens.
-        return blocks + (self.config.host // self.cache.block_size if self.config.recall != "none" else 0)
+        """Bytes of memory that each engine takes for blocks on the host."""
+        return int(self.config.host)
 
     @property
     def overflows_machine(self) -> bool:
@@ -113,8 +122,13 @@ class Server:
 
     @cached_property
     def slides(self) -> bool:
-        """Whether some layers have windows that hide tokens."""
+        """Whether some layers have windows, or chunks, that hide tokens."""
         return self.layers.windows if self.layers else windows.slide(self.vllm_config)
+
+    @property
+    def recycling(self) -> str:
+        """The kind of layers that recycle their blocks themselves."""
+        return "chunked-local attention" if windows.chunks(self.vllm_config) else "sliding-window attention"
 
     @property
     def slides_alone(self) -> bool:
@@ -147,9 +161,22 @@ class Server:
     @property
     def beside(self) -> str | None:
         """What stands beside plain full attention, or in its place: a key of `LAYERED`."""
-        if self.model.use_mla:
-            return "latents (MLA)"
-        return "states" if self.states else "sliding windows" if self.slides else None
+        found = {
+            "latents (MLA) and linear attention": self.model.use_mla and self.states,
+            "latents (MLA)": self.model.use_mla,
+            "states": self.states,
+            "keys and values of unlike dimensions": self.key_size is not None,
+            "chunks of local attention": windows.chunks(self.vllm_config),
+            "sliding windows": self.slides,
+        }
+        return next((name for name, has in found.items() if has), None)
+
+    @property
+    def empty_stage(self) -> bool:
+        """Whether a stage of the pipeline has no layers."""
+        layers = (envs.VLLM_PP_LAYER_PARTITION or "").split(",")
+        stages = self.parallel.pipeline_parallel_size
+        return stages > 1 and ("0" in map(str.strip, layers) or self.model.get_total_num_hidden_layers() < stages)
 
     @cached_property
     def kv_heads(self) -> str:
@@ -208,15 +235,28 @@ class Server:
         if self.layers:
             return self.layers.backend
         named, _ = named_backend(self.vllm_config)
-        asks = self.model.use_mla or self.model.is_hybrid or len(self.config.classes) > 1
+        model = self.model
+        asks = model.use_mla or model.is_hybrid or model.is_mm_prefix_lm or len(self.config.classes) > 1
         return advice.chosen(self.vllm_config) if named is None and asks and self.platform == "cuda" else named
 
     @property
     def backends(self) -> tuple[str, ...]:
         """Attention backends on which policies run."""
         if self.platform == "cuda":
-            return LATENT_DEVICE_BACKENDS if self.model.use_mla else DEVICE_BACKENDS
-        return LATENT if self.model.use_mla else BACKENDS
+            return self._device_backends
+        return LATENT if self.model.use_mla else (*BACKENDS, *self._unlike_backends)
+
+    @property
+    def _device_backends(self) -> tuple[str, ...]:
+        if self.model.use_mla:
+            return LATENT_DEVICE_BACKENDS
+        # Of those that let tokens of an image attend to each other, tests run one.
+        return ("TRITON_ATTN",) if self.model.is_mm_prefix_lm else (*DEVICE_BACKENDS, *self._unlike_backends)
+
+    @property
+    def _unlike_backends(self) -> tuple[str, ...]:
+        """Backends that a model chooses itself for keys and values of unlike dimensions, whichever other is named."""
+        return () if self.key_size is None else UNLIKE
 
     @property
     def plans_whole_layers(self) -> bool:
@@ -229,8 +269,7 @@ class Server:
 
     @property
     def served_backends(self) -> str:
-        latent = self.model.use_mla
-        on_cpu, on_gpu = (LATENT[:2], LATENT_DEVICE_BACKENDS) if latent else (BACKENDS[:1], DEVICE_BACKENDS)
+        on_cpu, on_gpu = LATENT[:2] if self.model.use_mla else BACKENDS[:1], self._device_backends
         return f"{advice.all_of(on_cpu)}, and on a GPU {advice.all_of(advice.working(self.vllm_config, on_gpu))}"
 
     @property
@@ -257,12 +296,18 @@ class Server:
     def methods(self) -> str:
         """Methods of speculative decoding that are served on the server's model runner beside the model's layers."""
         also = drafters.ON_V2 if self.runner == "V2" else ("suffix",)
-        return ", ".join(("ngram", *LAYERED[self.beside], *(() if self.beside else also)))
+        if self.beside is not None:
+            also = IN_PARALLEL.get(self.beside, ()) if self.runner == "V2" else ()
+        return ", ".join(("ngram", *LAYERED[self.beside], *also))
+
+    @property
+    def serves_on_v2(self) -> bool:
+        return fallback.serves_on_v2()
 
     @property
     def drafts_here(self) -> bool:
         """Whether drafts of the method are served on the server's model runner."""
-        return fallback.drafts_on_v2() if self.runner == "V2" else self.drafts.method not in drafters.ON_V2
+        return self.serves_on_v2 if self.runner == "V2" else self.drafts.method not in drafters.ON_V2
 
     @property
     def other_way_to_draft(self) -> str:
@@ -271,14 +316,23 @@ class Server:
         return "leave --speculative-config out" if self.drafts.method in drafters.ON_V2 else self.use_v1
 
     @property
-    def by_dflash(self) -> bool:
-        return self.drafts is not None and self.drafts.method == "dflash"
+    def in_parallel(self) -> bool:
+        """Whether a drafter drafts all tokens of a step in one pass, by a method that is served."""
+        return self.drafts is not None and self.drafts.method in drafters.IN_PARALLEL
 
     @property
-    def other_dflash(self) -> str:
-        """Architecture of a DFlash drafter that is not the one of tests; else ""."""
+    def other_in_parallel(self) -> str:
+        """Architecture of such a drafter that is not the one of tests; else ""."""
         names = getattr(getattr(self.drafts, "draft_model_config", None), "architectures", None) or ()
-        return ", ".join(name for name in names if name != "DFlashDraftModel")
+        return ", ".join(name for name in names if name != drafters.IN_PARALLEL[self.drafts.method])
+
+    @property
+    def untried_drafter(self) -> bool:
+        """Whether no test runs the drafter beside the model's layers. EAGLE heads are like those of EAGLE-3."""
+        if not self.drafter or self.drafts.method == "draft_model" or self.beside in (None, *IN_PARALLEL):
+            return False
+        method = "eagle3" if self.drafts.method == "eagle" else self.drafts.method
+        return method not in LAYERED[self.beside]
 
     @property
     def ngram_by_token(self) -> str:
@@ -287,8 +341,9 @@ class Server:
 
     @property
     def other_drafter(self) -> str:
-        layered = one_of(LAYERED[self.beside])
-        return f'set "method" in --speculative-config to {layered}, if the model has layers for it, or to ngram'
+        if not (layered := LAYERED[self.beside]):
+            return NGRAM
+        return f'set "method" in --speculative-config to {one_of(layered)}, if the model has layers for it, or to ngram'
 
     @property
     def connector(self) -> str | None:
@@ -298,6 +353,19 @@ class Server:
     def connectors(self) -> list[Any]:
         """Settings of each KV connector, those in a MultiConnector one by one."""
         return [] if self.connector is None else list(connectors.parts(self.transfer))
+
+    @property
+    def stores_alone(self) -> bool:
+        """Whether the connector is one of vLLM's own that store blocks, each by itself, and no other."""
+        extra = {} if self.transfer is None else self.transfer.kv_connector_extra_config
+        chunks = extra.keys() & {"blocks_per_chunk", "block_size"}
+        return self.connector in connectors.OFFLOADING and self.connector != connectors.LMCACHE and not chunks
+
+    @property
+    def besides(self) -> str:
+        """What of the server, beside a connector, tests do not run with it where layers read blocks on the host."""
+        named = (self.beside, "speculative decoding" if self.drafts else None)
+        return "".join(f" beside {each}" for each in named if each)
 
     @property
     def storing(self) -> str:
@@ -326,15 +394,20 @@ class Server:
     @property
     def served_connectors(self) -> str:
         """Connectors that are served beside the model's layers."""
-        stores: tuple[str, ...] = connectors.OFFLOADING
-        if self.beside is not None:
-            simple = self.beside == "sliding windows" and connectors.all_stores_tested()
-            stores = (connectors.SIMPLE,) if simple else ()
+        stores: tuple[str, ...] = connectors.OFFLOADING if self.beside is None or connectors.all_stores_tested() else ()
+        if self.states or self.slides:
+            stores = tuple(name for name in stores if name not in connectors.ONE_TABLE)
         return one_of((*connectors.ARRIVING[:4], *stores))
 
     @property
     def with_tables(self) -> str:
         """How layers of each kind get a block table of their own."""
+        if windows.chunks(self.vllm_config):
+            # vLLM switches its manager off for these, too.
+            if self.drafts is not None and self.drafts.use_eagle():
+                return NGRAM
+            if not envs.VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE:
+                return "set VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE=1"
         for each in self.connectors:
             if each.kv_connector in connectors.ONE_TABLE:
                 return f"use {self.served_connectors} in place of {each.kv_connector}, for which vLLM switches it off"

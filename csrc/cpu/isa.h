@@ -1,0 +1,54 @@
+// An instruction set of x86-64. A source file names it by AVX2, AVX512, AVX512_BF16 or AMX_BF16
+// before it includes this header, and includes other headers before that: their inline functions
+// are for every machine. What follows is compiled for the instruction set, with the names defined
+// that mass_kernel.h wants. If the compiler does not have it, ISA is not defined.
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && \
+    !(defined(AMX_BF16) && __GNUC__ < 11)
+
+#include <immintrin.h>
+
+#ifdef AVX2
+#pragma GCC target("avx2,fma,f16c")
+#define ISA avx2
+#define LANES 8
+#define REGISTERS 16
+#define ROWS 4
+#define WIDEN_U8(from) _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)(from)))
+#define WIDEN_U16(x) _mm256_cvtepu16_epi32((__m128i)(x))
+#define WIDEN_F16(x) _mm256_cvtph_ps((__m128i)(x))
+#else
+#define LANES 16
+#define REGISTERS 32
+#define ROWS 8
+#define WIDEN_U8(from) _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)(from)))
+// Masked, since GCC 12 warns of an uninitialised variable in the plain intrinsics.
+#define WIDEN_U16(x) _mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)(x))
+#define WIDEN_F16(x) _mm512_maskz_cvtph_ps(0xffff, (__m256i)(x))
+#endif
+
+#ifdef AVX512
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+#define ISA avx512
+#endif
+
+#ifdef AVX512_BF16
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,avx512bf16")
+#define ISA avx512_bf16
+#endif
+
+#ifdef AMX_BF16
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,avx512bf16,amx-tile,amx-bf16")
+#define ISA amx_bf16
+#define AMX
+#endif
+
+#if defined(AVX512_BF16) || defined(AMX_BF16)
+#define DOT_BF16(sum, a, b) (Vec) _mm512_dpbf16_ps((__m512)(sum), (__m512bh)(a), (__m512bh)(b))
+#endif
+
+// What a source file has for the instruction set, or null.
+#define OF_ISA(name) &ISA::name
+#else
+#define OF_ISA(name) nullptr
+#endif

@@ -1,0 +1,66 @@
+"""The kernels that choose, fetch and name blocks for a layer on a device, against plain torch."""
+
+import pytest
+import torch
+from test_reach_kernel import DIM, HEADS, HOST, POOL, made
+from triton_batch import DEVICE, WHERE_KERNELS_RUN, interpreter_gaps  # noqa: F401  (a fixture)
+
+from vllm_evict.compute.kernels.bounds import key_bounds
+from vllm_evict.compute.kernels.reach import ReachRows, reach_reference
+from vllm_evict.compute.kernels.signs import key_signs
+
+pytestmark = WHERE_KERNELS_RUN
+SINKS = torch.linspace(-1, 2, HEADS)
+CASES = [
+    (torch.float32, key_signs, 0.0, None),
+    (torch.bfloat16, key_signs, 5.0, SINKS),
+    (torch.bfloat16, key_bounds, 5.0, None),
+    (torch.float16, key_bounds, 0.0, SINKS),
+]
+
+
+def on_device(rows, index, numbers, state, host):
+    """All of it on the device, but for the host's pages, which are pinned there."""
+    rows = ReachRows._make((*(each.to(DEVICE) for each in rows[:-2]), *rows[-2:]))
+    host = host if DEVICE == "cpu" else host.pin_memory()
+    return rows, index.to(DEVICE), numbers.to(DEVICE), [each.to(DEVICE, copy=True) for each in state], host
+
+
+@pytest.mark.parametrize("dtype, of_keys, soft_cap, sinks", CASES)
+def test_the_kernels_do_what_plain_torch_does(dtype, of_keys, soft_cap, sinks, monkeypatch):
+    """Several steps as in test_reach_kernel.py; a row of padding is left alone, and launches take some rows at a time."""
+    from vllm_evict.triton_kernels import reach as module
+
+    monkeypatch.setattr(module, "SCRATCH", 4 * HEADS * 40 * 4)
+    known = made(dtype, of_keys)
+    padding = (0, 1, 0, 0, 0, 0, 0, 0, -1, 0, 1)
+    padded = [torch.cat((each, torch.tensor([value]).int())) for each, value in zip(known[0], padding)]
+    rows, index, numbers, state, host = known
+    there = on_device(ReachRows._make((*padded, *rows[11:])), index, numbers, state, host)
+    own, generator = there[3], torch.Generator().manual_seed(1)
+    for step in range(6):
+        query = torch.randn(7, HEADS, DIM, generator=generator).to(dtype)
+        for run, (rows, index, numbers, places, host) in ((reach_reference, known), (module.reach, there)):
+            rows.chooses[1:3] = step % 2 == 0
+            *others, cache, table = places
+            table.zero_()
+            args = rows, query.to(index.device), index, numbers, *others, cache, host, table, 0.125, soft_cap
+            run(*args, None if sinks is None else sinks.to(index.device), step, 2 * (step > 1), step < 4)
+        torch.testing.assert_close(own[3].cpu(), state[3])
+        own[3].copy_(state[3])
+        assert all(torch.equal(one.cpu(), other) for one, other in zip(own, state))
+
+
+@pytest.mark.parametrize("shape, transposed", [((2, 16, 40), False), ((3, 48, 20), True), ((16, 24), False)])
+def test_blocks_of_the_host_come_to_pages_of_any_layout(shape, transposed):
+    from vllm_evict.triton_kernels.reach import bring
+
+    host = torch.randn(HOST, *shape)
+    pages = torch.randn(POOL, *shape)
+    pages = pages.transpose(1, 2).contiguous().transpose(1, 2) if transposed else pages
+    want, pages = pages.clone(), pages.to(DEVICE)
+    to, of = torch.randperm(POOL)[:20].int(), torch.randint(HOST, (20,), dtype=torch.int32)
+    to[::4] = -1
+    want[to[to >= 0].long()] = host[of[to >= 0].long()]
+    bring(pages, host if DEVICE == "cpu" else host.pin_memory(), to.to(DEVICE), of.to(DEVICE))
+    assert torch.equal(pages.cpu(), want)

@@ -1,0 +1,66 @@
+"""Keys and values of unlike dimensions (MiMo-V2), behind vLLM's backends for them: a token's key and value in one row.
+
+Like test_sliding_devices.py: layers with windows, learned sinks and more KV heads beside full attention.
+"""
+
+import pytest
+import test_device_backends
+from drafting import VOCAB, LayeredDrafter, add_mtp_to_mimo_v2, serve, speculative
+from engine import random_prompt
+from oracle.logits import DenseLogits, make_tiny
+from parity import assert_like_oracle
+from test_device_backends import BLOCK, on
+
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"), pytest.mark.on_triton]
+FIXTURES = "backend", "server", "view_launches"
+backend, server, view_launches = (getattr(test_device_backends, name) for name in FIXTURES)
+#: Tokens of a block of full attention: pages of layers with windows are twice as large.
+SIZE = 2 * BLOCK
+BASE = {"budget": 3 * SIZE, "buffer": 0, "sink": SIZE, "recent": SIZE}
+POLICIES = {name: {"name": name, **BASE} for name in ("sink-window", "h2o", "pagedeviction")}
+POLICIES["snapkv"] = {"name": "snapkv", **BASE, "window": 6}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny(tmp_path_factory.mktemp("unlike") / "model", "mimo_v2_flash")
+
+
+@pytest.mark.parametrize("backend", [on("triton"), on("fa3")], indirect=True)
+def test_full_is_stock(server, model):
+    test_device_backends.check_full_is_stock(server, model=model)
+
+
+CASES = [
+    on("triton", "h2o"),
+    on("triton", "snapkv"),
+    on("fa3", "h2o"),
+    on("fa3", "sink-window"),
+    on("fa3", "pagedeviction"),
+]
+
+
+@pytest.mark.oracle("keys and values of unlike dimensions")
+@pytest.mark.parametrize("backend, name", CASES, indirect=["backend"])
+def test_evictions_and_logprobs_match_the_dense_oracle(server, backend, model, poisoned, name):
+    """One prompt longer than the budget and a chunk, one that outgrows its budget while it decodes."""
+    subject, dense = server(POLICIES[name], model=model), DenseLogits(model)
+    requests = [(random_prompt(n), {"max_tokens": m, "logprobs": 0}) for n, m in [(150, 17), (93, 14)]]
+    assert subject.manager.block_size == SIZE and not subject.runtime.decodes
+    for prompt, output, trace in subject.answered(requests):
+        assert assert_like_oracle(dense, prompt, output, trace, POLICIES[name], block_size=SIZE, atol=1e-4) > 0
+    subject.assert_nothing_left()
+
+
+@pytest.mark.oracle("keys and values of unlike dimensions")
+@pytest.mark.parametrize("backend", [on("fa3")], indirect=True)
+def test_drafts_match_the_dense_oracle(server, backend, tmp_path, monkeypatch):
+    """Layers for multi-token prediction have windows, which recycle their blocks themselves."""
+    model = add_mtp_to_mimo_v2(make_tiny(tmp_path / "model", "mimo_v2_flash", vocab_size=VOCAB))
+    dense = DenseLogits(model)
+
+    def check(prompt, output, trace):
+        assert assert_like_oracle(dense, prompt, output, trace, POLICIES["h2o"], atol=1e-4) >= 2
+
+    double, options = (speculative("mtp"), LayeredDrafter), dict(tokens=60, blocks=128, max_model_len=512)
+    assert serve(server, model, POLICIES["h2o"], check, monkeypatch, *double, **options).runs > 50

@@ -1,0 +1,396 @@
+"""Decodes that read the best resident blocks in each layer: against a dense model that chooses for itself."""
+
+import math
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from engine import Engine, after, exactly, logprobs_of, random_prompt, random_requests
+from loads.pages import Published, Stock
+from oracle.model import DenseLlama
+from oracle.selection import BLOCK, Chooser
+from oracle.tiny import make_tiny_llama
+from parts import part_of
+from streaming import Sessions, talk
+
+from vllm_evict.compute.read import Read
+from vllm_evict.config import KVPolicyConfig, KVPolicyError
+from vllm_evict.config.retired import _warn_of_old_name
+from vllm_evict.core.blocks import RequestBlocks
+from vllm_evict.eval.policies import contenders, servers
+from vllm_evict.integration.engine.allocation import Reads
+
+#: 8 blocks: 1 of sinks, 2 with recent tokens, 5 that a layer chooses.
+READ = {"read": 256, "sink": 32, "recent": 32}
+SIZES = {"sink": 32, "recent": 32, "buffer": 0}
+EVICTING = {"budget": 384, "buffer": 64, "sink": 32, "recent": 64}
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    """A model of five layers, so that leaders have layers before, between and after them."""
+    return make_tiny_llama(tmp_path_factory.mktemp("deep"), layers=5)
+
+
+def assert_reads_like_dense(model, prompt, output, trace, *, dense=None, atol=2e-3, **read):
+    """Log-probabilities of a traced request are those of a dense model that chooses for itself. Returns its choices."""
+    dense = dense or DenseLlama(model)
+    chooser, tokens = Chooser(dense, **read), [*prompt, *output.outputs[0].token_ids]
+    cache, n, gone, logits = dense.new_cache(), 0, set(), []
+    if trace.start:
+        dense.forward(tokens[: trace.start], cache, torch.ones(trace.start, trace.start).tril().bool())
+        n = trace.start
+    size = chooser.size
+    for count, evicted in zip(trace.steps, trace.evicted):
+        first, n = n, n + count
+        resident = [block for block in range(math.ceil(n / size)) if block not in gone]
+        base = torch.arange(n) <= torch.arange(first, n)[:, None]
+        base &= torch.isin(torch.arange(n) // size, torch.tensor(resident))
+        logits.append(dense.forward(tokens[first:n], cache, chooser.mask(base, resident))[0])
+        gone |= set(evicted)
+    return chooser.assert_answered(torch.cat(logits), len(prompt) - trace.start, output, atol)
+
+
+CASES = {
+    "full": {"hold": 1},
+    "signs": {"index": "signs", "hold": 5},
+    "leaders": {"leaders": 2, "dense_layers": 1, "hold": 3},
+    "listed": {"leaders": [1, 3]},
+    "wide": {"read": 320, "sink": 40, "recent": 100},
+    "sink-window": {"name": "sink-window", "budget": 448, "buffer": 96, "sink": 32},
+    "quest": {"name": "quest", **EVICTING, "hold": 3, "dense_layers": 1},
+    "keydiff": {"name": "keydiff", **EVICTING, "leaders": [0, 2]},
+    "in-place": {"hold": 3, "leaders": 2},
+    "in-place-evicting": {"name": "sink-window", "budget": 448, "buffer": 96, "sink": 32, "allow": []},
+}
+
+
+@pytest.mark.nightly(push=("full", "leaders", "listed", "quest", "in-place", "in-place-evicting"))
+@pytest.mark.both_runners("full", "quest", "in-place")
+@pytest.mark.parametrize("name", CASES)
+def test_answers_are_those_of_a_dense_model_that_chooses_for_itself(engine, deep, poisoned, monkeypatch, name):
+    """Three requests in one batch; one is shorter than what is read at first. vLLM's kernel reads what is chosen, too."""
+    if name.startswith("in-place"):
+        monkeypatch.setenv("VLLM_EVICT_DECODE", "stock")
+    policy = {"name": "full", **READ, **CASES[name]}
+    if policy["name"] != "full":  # it reads as many of its sinks and recent tokens, whatever it protects
+        policy = {"read": 256, **CASES[name]}
+    server = engine(policy, model=deep, max_num_batched_tokens=192)
+    given = {field: policy[field] for field in policy.keys() & {*READ, "hold", "index", "leaders", "dense_layers"}}
+    given |= READ if policy["name"] != "full" else {}
+    chosen = 0
+    for answered in server.answered(random_requests((700, 50), (230, 80), (500, 40))):
+        chosen += assert_reads_like_dense(deep, *answered, **given)
+    assert chosen > 100 / given.get("hold", 8)
+    assert_nothing_left(server)
+
+
+def check_classes(engine, dense, size=BLOCK, atol=2e-3, **options):
+    """Layers of a class of models choose like dense ones, beside a request that is shorter.
+
+    `size`: tokens of a block; `options`: of the engine.
+    """
+    policy, options = {**READ, "read": 160, "hold": 3, "leaders": 2}, {"max_num_batched_tokens": 192, **options}
+    server = engine({"name": "full", **policy}, block_size=size, **options)
+    chosen = 0
+    for answered in server.answered(random_requests((420, 30), (140, 40))):
+        chosen += assert_reads_like_dense(None, *answered, dense=dense, atol=atol, size=size, **policy)
+    assert chosen > 20
+    assert_nothing_left(server)
+
+
+def assert_nothing_left(server):
+    server.assert_nothing_left()
+    reads = [part_of(group, Read) for group in server.worker.kv_evict.groups]
+    assert not any(list(read.requests) for read in reads if read)
+
+
+def test_under_async_scheduling_with_prefixes_that_are_cached(async_engine, deep):
+    """The second request hits the blocks of the first, and with them their index."""
+    server = async_engine({"name": "full", **READ, "hold": 1}, model=deep)
+    prefix = random_prompt(400)
+    server.generate([prefix], max_tokens=1)
+    prompts = [prefix + random_prompt(90, seed) for seed in (1, 2)]
+    for prompt, output, trace in server.answered([(prompt, {"max_tokens": 40, "logprobs": 1}) for prompt in prompts]):
+        assert trace.start >= 384
+        # A step that is planned before the request is known to have ended computes nothing of it.
+        trace.steps = trace.steps[: len(trace.evicted)]
+        assert assert_reads_like_dense(deep, prompt, output, trace, **READ, hold=1) > 100
+    assert_nothing_left(server)
+
+
+@pytest.mark.both_runners("in-place")
+@pytest.mark.parametrize("kernel", ["own", "in-place"])
+def test_a_request_that_is_shorter_changes_no_bit(engine, monkeypatch, kernel):
+    """Requests with no more blocks than are read are vLLM's; the step of the first block more reads less."""
+    if kernel == "in-place":
+        monkeypatch.setenv("VLLM_EVICT_DECODE", "stock")
+    prompts = [random_prompt(440), random_prompt(300, 1), random_prompt(20, 2)]
+    subject, stock = engine({"name": "full", **READ, "read": 512}), engine()
+    ours, theirs = (exactly(server.generate(prompts, max_tokens=72, logprobs=0)) for server in (subject, stock))
+    assert ours == theirs
+    counted = []
+    after(part_of(subject.runtime, Read), "rows", lambda *_: counted.append(1))
+    subject.generate([prompts[0]], max_tokens=74)
+    assert len(counted) == 1
+
+
+def check_choices(monkeypatch):
+    """Compare indexes with keys at each choice of engines to come; they then have `checked`, places of layers."""
+    read = Read.read
+
+    def compared(self, call, rows, table):
+        for row in range(len(rows.queries)):
+            blocks = rows.written[rows.out_rows[row], : rows.full[row]].long()
+            keys = [keys for keys, _ in self._store.read(blocks, False)][call.place]
+            assert torch.equal(self._index[call.place][blocks], torch.cat((keys.amax(2), keys.amin(2)), -1))
+        read(self, call, rows, table)
+        self.__dict__.setdefault("checked", []).append(call.place)
+
+    monkeypatch.setattr(Read, "read", compared)
+
+
+@pytest.mark.parametrize("name", ["full", "quest"])
+def test_indexes_are_those_of_the_blocks_as_they_stand(engine, deep, monkeypatch, poisoned, name):
+    """Requests come and are preempted, prefixes are hit; freed blocks are NaN."""
+    policy = {"name": "quest", "budget": 224, "buffer": 32, "sink": 32, "recent": 32} if name == "quest" else READ
+    policy = {"name": name, **policy, "read": 160, "dense_layers": 1, "hold": 2}
+    server = engine(policy, model=deep, blocks=26, max_model_len=704, max_num_batched_tokens=128)
+    check_choices(monkeypatch)
+    preempted = []
+    after(server.scheduler, "_preempt_request", lambda *_: preempted.append(True))
+    rng, ids, outputs, prefix, steps = np.random.default_rng(0), [], {}, random_prompt(200, 9), 0
+    while len(ids) < 12 or server.llm.llm_engine.has_unfinished_requests():
+        if len(ids) < 12 and rng.random() < 0.4:
+            prompt = prefix[: int(rng.choice([0, 96, 200]))] + random_prompt(int(rng.integers(5, 400)), len(ids))
+            extra = {"kv_policy": str(rng.choice(["quest", "sink-window", "keydiff"]))} if name == "quest" else {}
+            if extra.get("kv_policy") == "sink-window":
+                extra["kv_budget"] = 224
+            ids.append(server.add(prompt, max_tokens=int(rng.integers(1, 40)), logprobs=1, extra_args=extra))
+        steps += 1
+        if steps % 30 == 0:
+            server.core.reset_prefix_cache(reset_running_requests=True)
+        for output in server.llm.llm_engine.step():
+            if output.finished:
+                outputs[output.request_id] = output
+    checked = part_of(server.runtime, Read).checked
+    assert len(checked) > 200 and set(checked) == {1, 2, 3, 4} and preempted
+    assert all(np.isfinite(logprobs_of(output)).all() for output in outputs.values())
+    assert any(output.num_cached_tokens for output in outputs.values())
+    assert_nothing_left(server)
+
+
+# --- what is published ------------------------------------------------------------------------------------------------
+
+#: Streaming heads whose windows are longer than all requests.
+SPLIT = {"name": "duo", "gates": "made up", "pattern": ["01", "11", "00", "10", "01"], "sink": 32, "recent": 600}
+PUBLISHING = {
+    "full": {"name": "full", **READ, "hold": 5},
+    "listed": {"name": "full", **READ, "leaders": [0, 2]},
+    "split": SPLIT | {"retrieval": {"name": "full", **READ, "dense_layers": 1}},
+    "evicting": {"name": "sink-window", "budget": 448, "sink": 32, "read": 256},
+}
+
+
+@pytest.fixture(scope="module")
+def stock(deep):
+    engine = Engine(
+        deep, block_size=BLOCK, max_model_len=1024, max_num_batched_tokens=1024, enable_prefix_caching=False
+    )
+    yield Stock(engine)
+    engine.close()
+
+
+@pytest.mark.both_runners("full-engine", "split-engine")
+@pytest.mark.parametrize("make", ["engine", "async_engine"])
+@pytest.mark.parametrize("name", PUBLISHING)
+def test_what_steps_compute_that_read_less_is_never_published(request, deep, stock, name, make):
+    """A later request hits the tokens up to the first step that read less, and each published block is stock vLLM's."""
+    server = request.getfixturevalue(make)(PUBLISHING[name], model=deep, max_num_batched_tokens=192)
+    published, prompts = Published(server, stock), [random_prompt(350), random_prompt(200, 1)]
+    outputs = server.generate(prompts, max_tokens=130)
+    later = [[*prompt, *output.outputs[0].token_ids, 1] for prompt, output in zip(prompts, outputs)]
+    assert [output.num_cached_tokens for output in server.generate(later, max_tokens=1)] == [320, 256]
+    published.compare(1e-4)
+    assert published.counts["pages"] > 20
+    server.assert_nothing_left()
+
+
+@pytest.mark.parametrize("make", ["engine", "async_engine"])
+def test_turns_after_one_that_read_less_publish_nothing(request, deep, stock, make):
+    server = request.getfixturevalue(make)(PUBLISHING["full"], model=deep, max_num_batched_tokens=192)
+    published, sessions = Published(server, stock), Sessions(server)
+    talk(sessions, [(250, 90), (100, 40)])
+    tokens = sessions.tokens("s")
+    sessions.end("s")
+    (output,) = server.generate([tokens], max_tokens=1)
+    assert len(tokens) > 470 and output.num_cached_tokens == 256
+    published.compare(1e-4)
+
+
+def test_a_step_that_gets_no_blocks_ends_no_purity():
+    config = KVPolicyConfig.parse({"name": "full", **READ})
+    resident = RequestBlocks(config, None, BLOCK)
+    request = SimpleNamespace(request_id="a", num_computed_tokens=320, num_tokens=322)
+    scheduler = SimpleNamespace(residents={"a": resident}, blocks_of=lambda _: [resident])
+    cache = scheduler.kv_cache_manager = SimpleNamespace(allocate_slots=lambda *args, **kwargs: None)
+    Reads(scheduler)
+    assert cache.allocate_slots(request, 1) is None and resident.pure_tokens is None
+    cache = scheduler.kv_cache_manager = SimpleNamespace(allocate_slots=lambda *args, **kwargs: ())
+    Reads(scheduler)
+    cache.allocate_slots(request, 2)
+    assert resident.pure_tokens is None
+    cache.allocate_slots(request, 1)
+    request.num_computed_tokens = 321
+    cache.allocate_slots(request, 1)
+    assert resident.pure_tokens == 320
+
+
+# --- configuration ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["h2o", "snapkv", "rkv", "tova", "scissorhands", "kvzip", "pyramidkv", "duo"])
+def test_policies_of_attention_read_everything(name):
+    with pytest.raises(KVPolicyError, match=f"read: '{name}' sees only what a decode attends to"):
+        KVPolicyConfig.parse({"name": name, "read": 1024})
+
+
+HOST = {"name": "full", "evict": "host", "host": "1GiB"}
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"hold": 2}, "hold: decodes attend to all resident tokens: it needs read"),
+        ({"read": 1024, "granularity": "token"}, "read: each head has tokens of its own"),
+        ({"read": 1024, "context": 8192}, "read: the index is of keys as they were computed: leave context out"),
+        ({"read": 1024, "leaders": [3, 1]}, "leaders: must be ascending layers, not (3, 1)"),
+        ({"read": 1024, "leaders": [1], "dense_layers": 1}, "leave dense_layers out"),
+        ({"read": 1024, "allow": ["h2o"]}, "allow: 'h2o' measures attention"),
+        ({"name": "full", "sink": 32}, "sink: 'full' keeps everything on the device: it needs evict: host or read"),
+        ({"name": "full", "read": 64, "sink": 32, "recent": 32}, "read: got 64; expected room for a choice beside"),
+        ({"name": "full", "read": 1024, "fetch": 1}, "fetch: blocks come from the host: it needs evict: host"),
+        ({**HOST, "dense_layers": 1}, "evict: host: all layers read as many blocks: leave dense_layers out"),
+        ({**HOST, "leaders": [0, 2]}, "set leaders to a number"),
+        (
+            {"select": 1024, "select_bounds": "mean"},
+            "select_bounds: got 'mean'; expected a kind of index; use index: box",
+        ),
+        ({"select": 1024, "read": 512}, "select is the old name of read: give read alone"),
+    ],
+)
+def test_fields_that_do_not_go_together_are_refused_by_name(fields, message):
+    with pytest.raises(KVPolicyError, match=re.escape(message)):
+        KVPolicyConfig.parse({"name": "keydiff", **fields})
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"leaders": [1, 7]}, "leaders of a model with 5 layers, from 0 on, got (1, 7)"),
+        ({"leaders": [4]}, "leaders of a model with 5 layers, from 0 on, got (4,)"),
+        ({"dense_layers": 5}, "dense_layers of a model with 5 layers, from 0 on, got 5"),
+    ],
+)
+def test_layers_that_read_everything_are_those_of_the_model(fields, message):
+    with pytest.raises(KVPolicyError, match=re.escape(message)):
+        KVPolicyConfig.parse({"name": "full", "read": 1024, **fields}).check(BLOCK, 5, 2, 4096)
+
+
+def test_old_names_mean_the_new_fields_and_say_so(caplog):
+    """What a policy protects of eviction stays: `select_sink` goes without a field. Old defaults stay too."""
+    _warn_of_old_name.cache_clear()
+    old = {"select": 1024, "select_every": 4, "select_sink": 32, "filter_layers": [1, 3], "select_bounds": "box"}
+    with caplog.at_level("WARNING", logger="vllm.evict"):
+        config = KVPolicyConfig.parse({"name": "full", **old})
+        other = KVPolicyConfig.parse({"name": "strided", "sink": 128, "select": 1024, "select_sink": 32})
+    assert (
+        config.to_dict()
+        == KVPolicyConfig.parse(
+            {"name": "full", "read": 1024, "hold": 4, "sink": 32, "leaders": [1, 3], "index": "box"}
+        ).to_dict()
+    )
+    assert (other.sink, other.read) == (128, 1024)
+    said = [record.getMessage() for record in caplog.records]
+    assert "KV policy full: in place of select_every write hold; the old name goes with the next release" in said
+    assert any("in place of select_sink write nothing: sinks and recent blocks follow read" in each for each in said)
+    dense = KVPolicyConfig.parse({"name": "full", "read": 1024, "hold": 1, "dense_layers": 2})
+    for given in ({}, {"dense_layers": None}, {"select_every": 1}):
+        assert KVPolicyConfig.parse({"name": "full", "select": 1024, **given}) == dense
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ({"name": "omnikv", "filter_layers": [3]}, {"name": "omnikv", "leaders": [3]}),
+        ({"name": "quest-select", "select": 128}, {"name": "quest-read", "read": 128}),
+        ("quest-select", "quest-read"),
+        ({"name": "recycled", "select_every": 3}, {"name": "recycled", "hold": 3}),
+    ],
+)
+def test_presets_take_old_names(old, new):
+    assert KVPolicyConfig.parse(old) == KVPolicyConfig.parse(new)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"name": "full", "read": 64, "select": 64}, "select is the old name of read: give read alone"),
+        ({"name": "omnikv", "leaders": [3], "filter_layers": [3]}, "filter_layers is the old name of leaders"),
+        ({"name": "full", "select": 512, "select_bounds": "mean"}, "use index: box or signs"),
+        ({"name": "strided", "select": 512, "select_sink": "x"}, "select_sink: must be a number"),
+    ],
+)
+def test_old_names_that_mean_nothing_new_are_refused(fields, message):
+    with pytest.raises(KVPolicyError, match=re.escape(message)):
+        KVPolicyConfig.parse(fields)
+
+
+@pytest.mark.parametrize("size", [16, 32, 128, 528, 2096])
+@pytest.mark.parametrize("read", [100, 512, 2048])
+def test_sizes_that_nobody_gave_follow_what_is_read(size, read):
+    """As sinks and recent tokens follow a budget: a choice is left, and what was given stays."""
+    config = KVPolicyConfig.parse({"name": "full", "read": read})
+    blocks, sinks, recent = config.read_blocks(size)
+    assert blocks == max(-(-read // size), 4) and blocks - sinks - recent >= 2
+    assert sinks == min(-(-64 // size), max(blocks // 8, 1)) and recent == min(-(-255 // size) + 1, max(blocks // 4, 1))
+    carried = KVPolicyConfig.parse(config.to_dict())
+    assert carried.read_blocks(size) == (blocks, sinks, recent) == carried.for_request({}, 100, size).read_blocks(size)
+    if read > 192:
+        given = KVPolicyConfig.parse({"name": "full", "read": read, "sink": 96, "recent": 96})
+        assert given.read_blocks(size)[1:] == (-(-96 // size), -(-95 // size) + 1)
+        assert given.read_blocks(size)[0] == max(-(-read // size), sum(given.read_blocks(size)[1:]) + 1)
+    evicting = KVPolicyConfig.parse({"name": "sink-window", "sink": 512, "recent": 4096, "read": read})
+    assert evicting.read_blocks(size)[0] == blocks
+
+
+def test_requests_of_a_server_that_reads_less_measure_no_attention():
+    config = KVPolicyConfig.parse({"name": "sink-window", "read": 1024})
+    assert config.allowed >= {"full", "sink-window", "knorm", "keydiff", "pagedeviction", "quest", "random", "strided"}
+    assert not config.allowed & {"h2o", "tova", "snapkv", "rkv", "scissorhands"}
+    with pytest.raises(KVPolicyError, match="kv_policy 'h2o' is not enabled here"):
+        config.for_request({"kv_policy": "h2o"}, 100, BLOCK)
+    assert KVPolicyConfig.parse({"name": "full", "read": 1024}).allowed == {"full"}
+
+
+@pytest.mark.parametrize("name", ["full", "quest", "sink-window"])
+def test_a_request_of_another_policy_reads_as_its_server_does(name):
+    fields = {"read": 512, "hold": 3, "index": "signs", "dense_layers": 1, "leaders": 2}
+    server = KVPolicyConfig.parse({"name": name, "allow": ["full", "quest", "sink-window"], **fields})
+    for other in ("full", "quest", "sink-window"):
+        own = server.for_request({"kv_policy": other}, 5000, BLOCK)
+        assert own.name == other and {field: getattr(own, field) for field in fields} == fields
+        assert own.read_blocks(BLOCK)[0] == server.read_blocks(BLOCK)[0]
+
+
+def test_the_harness_compares_what_reads_less_on_servers_of_their_own():
+    wanted = contenders('full,sink-window,{"name": "full", "read": 512}', [], **SIZES)
+    assert [[each.config.read for each in served] for _, served in servers(wanted, 4096, BLOCK)] == [[0, 0], [512]]
+
+
+def test_layers_and_heads_do_not_differ_without_the_plugins_decode_kernel(engine, monkeypatch):
+    monkeypatch.setenv("VLLM_EVICT_DECODE", "stock")
+    with pytest.raises(Exception, match="read: the plugin's decode kernel does not run here"):
+        engine({"name": "full", **READ, "dense_layers": 1})

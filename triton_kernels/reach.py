@@ -1,0 +1,420 @@
+"""`compute.kernels.reach` for a whole batch: scores, choices, copies from the host, and a table written in place.
+
+Grids follow from shapes alone, and lengths are read on the device: nothing waits for it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..compute.kernels.reach import SCRATCH, ReachRows, bring_reference, reach_reference  # noqa: F401  (references)
+from .tiles import DTYPES, LOG2_E, MIN_ROWS, check_int32, require, soft_capped, with_sinks
+
+#: Blocks that a program scores at once; of signs it has 16 tokens of each.
+BOXES, SIGNED = 32, 16
+#: Elements of a key that are in registers at once, blocks and places that other programs take, numbers of a copy.
+DIM, CHUNK, PLACES, COPIED = 64, 256, 64, 4096
+#: Tokens whose signs of one dimension are one word (`compute.kernels.signs.WORD`).
+WORD = tl.constexpr(16)
+#: Programs that score, at most: each takes every n-th part of a row. Programs that copy one block.
+SCORING, COPYING = 1024, 4
+
+
+def reach(
+    rows: ReachRows,
+    query: torch.Tensor,
+    index: torch.Tensor,
+    numbers: torch.Tensor,
+    held: torch.Tensor,
+    read: torch.Tensor,
+    picked: torch.Tensor,
+    scores: torch.Tensor,
+    counts: torch.Tensor,
+    cache: torch.Tensor,
+    host: torch.Tensor,
+    table: torch.Tensor,
+    scale: float,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    step: int = 0,
+    fetch: int = 0,
+    leads: bool = True,
+) -> None:
+    """`compute.kernels.reach.reach` on a device. Rows with a negative slot are padding.
+
+    Indices are not checked, which would wait for the device. `host` is pinned, and kernels read it in place. Seven
+    launches (five where a layer does not lead) and a sort, for as many rows as `SCRATCH` has room for; scratch comes
+    from torch's allocator.
+    """
+    check_int32(numbers=numbers, held=held, read=read, picked=picked, counts=counts, table=table, written=rows.written)
+    width, most = numbers.shape[1], held.shape[1]
+    heads, kv_heads, dims = query.shape[1], index.shape[1], query.shape[2]
+    signed = index.dtype == torch.int16
+    require(query.dtype in DTYPES and query.stride(2) == 1, "query must be [T, H, D] with a contiguous last dimension")
+    require(
+        heads % kv_heads == 0 and index.is_contiguous(), "index must be dense, and query have a multiple of its heads"
+    )
+    require(signed or index.shape[2] == 2 * dims, "boxes must be [n, Hkv, 2 * D]")
+    require(held.stride() == read.stride() == picked.stride() == (most, 1), "held, read and picked must be dense")
+    require(numbers.is_contiguous() and scores.shape == numbers.shape, "numbers and scores must be dense, of one shape")
+    require(scores.is_contiguous() and scores.dtype == torch.float32, "scores must be float32 and dense")
+    require(counts.is_contiguous() and counts.shape[1] == 3, "counts must be [slots, 3] and dense")
+    require(table.stride(1) == rows.written.stride(1) == 1, "tables must have dense rows")
+    queries = rows.most
+    at_once = max(SCRATCH // (4 * heads * width * queries), 1)
+    at_once -= at_once % 4 if at_once > 4 else 0  # rows of a launch start at 16 bytes, as Triton compiles them for
+    for first in range(0, len(rows.queries) if most else 0, at_once):
+        known = [each[first : first + at_once] for each in rows[:11]]
+        tokens, asked, full, blocks, starts, ends, chosen, rooms, slots, out_rows, chooses = known
+        count, new = len(slots), query.new_empty
+        places, keys = new((count, width), dtype=torch.int32), new((count, width), dtype=torch.float32)
+        logs = new((count * queries, heads, width), dtype=torch.float32)
+        lse = new((count * queries, heads), dtype=torch.float32)
+        scored = slots, chooses, full, asked
+        if leads:
+            group, tile = heads // kv_heads, SIGNED if signed else BOXES
+            parts = kv_heads * triton.cdiv(group, MIN_ROWS)
+            programs = max(min(triton.cdiv(width, tile), SCORING // (count * queries * parts)), 1)
+            _logits[(count * queries, parts, programs)](
+                query, index, numbers, rows.written, logs, *scored, queries, tokens, out_rows, scale * LOG2_E,
+                *query.stride()[:2], rows.written.stride(0), rows.pool, width, heads, kv_heads,
+                GROUP=group, HEAD_DIM=dims, WORDS=index.shape[2], SIGNED=signed,
+                TOKENS=(index.shape[2] - dims) // (dims // 16 + 1) if signed else 16,
+                SOFT_CAP=soft_cap * LOG2_E, ROWS=MIN_ROWS, BLOCKS=tile, DIM=DIM // 2 if signed else DIM,
+                num_warps=8 if signed else 4, num_stages=2 if signed else 3,
+            )  # fmt: skip
+            _sums[(count * queries, heads)](
+                logs, lse, lse if sinks is None else sinks, *scored, queries, width, heads,
+                HAS_SINKS=sinks is not None, CHUNK=4 * CHUNK, num_warps=4,
+            )  # fmt: skip
+        shares = triton.cdiv(width, PLACES)
+        _shares[(count, shares)](
+            logs, lse, scores, keys, places, held, *scored, queries, starts, ends, rooms, width, heads, most,
+            LEADS=leads, BLOCKS=PLACES, PLACES=PLACES, num_warps=4,
+        )  # fmt: skip
+        order = keys.sort(descending=True, stable=True).indices
+        picks, fresh, taken, to, of = (new((count, most), dtype=torch.int32) for _ in range(5))
+        coming = new(count, dtype=torch.int32)
+        _choose[(count,)](
+            order, numbers, places, read, picks, fresh, coming, counts, slots, chooses, starts, ends, chosen,
+            width, most, fetch or width, step, CHUNK=CHUNK, num_warps=4,
+        )  # fmt: skip
+        _take_places[(count, triton.cdiv(most, PLACES))](
+            numbers, rows.written, places, read, fresh, coming, taken, to, of, slots, chooses, starts, rooms, out_rows,
+            rows.written.stride(0), width, most, PLACES=PLACES, num_warps=4,
+        )  # fmt: skip
+        bring(cache, host, to.view(-1), of.view(-1))
+        _name[(count, triton.cdiv(max(table.shape[1], most), CHUNK))](
+            table, numbers, rows.written, places, held, read, picked, picks, taken, slots, chooses, blocks, starts,
+            ends, chosen, out_rows, table.stride(0), rows.written.stride(0), width, most, step,
+            CHUNK=CHUNK, num_warps=4,
+        )  # fmt: skip
+
+
+def bring(cache: torch.Tensor, host: torch.Tensor, to: torch.Tensor, of: torch.Tensor) -> None:
+    """`compute.kernels.reach.bring` on a device. `host` is pinned, and the kernel reads it in place.
+
+    One launch, with a few programs for each block.
+    """
+    check_int32(to=to, of=of)
+    require(len(to) == len(of) and cache.shape[1:] == host.shape[1:], "to and of, and pages, must agree in shape")
+    require(cache.dtype == host.dtype and cache.stride(-1) == 1, "pages must have one dtype and a dense last dimension")
+    require(host.is_contiguous() and cache.dim() in (3, 4), "pages must be [blocks, (heads,) tokens, numbers]")
+    pages = cache if cache.dim() == 4 else cache.unsqueeze(1)
+    if len(to):
+        _bring[(len(to), COPYING)](
+            pages, host, to, of, *pages.stride()[:3],
+            HEADS=pages.shape[1], TOKENS=pages.shape[2], NUMBERS=pages.shape[3], CHUNK=COPIED, num_warps=8,
+        )  # fmt: skip
+
+
+@triton.jit
+def _indexed(numbers, written, block, here, pool):
+    """Return the places of logical blocks in the index."""
+    number = tl.load(numbers + block, mask=here, other=-1)
+    physical = tl.load(written + block, mask=here, other=0)
+    return tl.where(number >= 0, pool + number, physical).to(tl.int64)
+
+
+# Not specialised for the widths and strides of a model's steps (see `decode_mass.ATTEND_SIZES`).
+@triton.jit(do_not_specialize=["scale", "queries", "stride_t", "stride_w", "pool", "width"])
+def _logits(
+    query, index, numbers, written, logs, slots, chooses, full, counts, queries, tokens, out_rows, scale,
+    stride_t, stride_h, stride_w, pool, width, heads, kv_heads,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WORDS: tl.constexpr, SIGNED: tl.constexpr, TOKENS: tl.constexpr,
+    SOFT_CAP: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Write each head's logarithm (base 2) of what a block may draw."""
+    row, nth = tl.program_id(0) // queries, tl.program_id(0) % queries
+    slot = tl.load(slots + row).to(tl.int64)
+    kv_head = tl.program_id(1) % kv_heads
+    member = tl.program_id(1) // kv_heads * ROWS + tl.arange(0, ROWS)
+    valid, head = member < GROUP, kv_head * GROUP + member
+    if slot >= 0 and tl.load(chooses + row) != 0 and nth < tl.load(counts + row):
+        own_query = query + (tl.load(tokens + row) + nth).to(tl.int64) * stride_t + head * stride_h
+        numbers += slot * width
+        written += tl.load(out_rows + row).to(tl.int64) * stride_w
+        count = tl.load(full + row)
+        for first in range(tl.program_id(2) * BLOCKS, count, tl.num_programs(2) * BLOCKS):
+            block = first + tl.arange(0, BLOCKS)
+            here = block < count
+            own = index + (_indexed(numbers, written, block, here, pool) * kv_heads + kv_head) * WORDS
+            if SIGNED:
+                log = _of_signs(
+                    own_query, valid, own, numbers, written, index, first, count, kv_head, pool, kv_heads, scale,
+                    HEAD_DIM, WORDS, TOKENS, SOFT_CAP, ROWS, BLOCKS, DIM,
+                )  # fmt: skip
+            else:
+                log = soft_capped(_of_boxes(own_query, valid, own, here, HEAD_DIM, ROWS, BLOCKS, DIM) * scale, SOFT_CAP)
+            target = logs + (tl.program_id(0).to(tl.int64) * heads + head)[:, None] * width + block[None, :]
+            tl.store(target, log, mask=valid[:, None] & here[None, :])
+
+
+@triton.jit
+def _of_boxes(
+    queries, valid, own, here, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, DIM: tl.constexpr
+):
+    """Return the largest products of queries within boxes: [ROWS, BLOCKS]."""
+    products = tl.zeros([ROWS, BLOCKS], tl.float32)
+    for start in range(0, HEAD_DIM, DIM):
+        dim = start + tl.arange(0, DIM)
+        within = (dim < HEAD_DIM)[None, :]
+        least = tl.load(own[:, None] + HEAD_DIM + dim[None, :], mask=here[:, None] & within, other=0.0)
+        largest = tl.load(own[:, None] + dim[None, :], mask=here[:, None] & within, other=0.0)
+        q = tl.load(queries[:, None] + dim[None, :], mask=valid[:, None] & within, other=0.0).to(tl.float32)
+        above, below = tl.maximum(q, 0.0).to(least.dtype), tl.minimum(q, 0.0).to(least.dtype)
+        products = tl.dot(above, tl.trans(largest), products, input_precision="ieee")
+        products = tl.dot(below, tl.trans(least), products, input_precision="ieee")
+    return products
+
+
+@triton.jit
+def _of_signs(
+    queries, valid, own, numbers, written, index, first, count, kv_head, pool, kv_heads, scale,
+    HEAD_DIM: tl.constexpr, WORDS: tl.constexpr, TOKENS: tl.constexpr, SOFT_CAP: tl.constexpr, ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Return logarithms of the sums of exponentials over the tokens that signs stand for: [ROWS, BLOCKS]."""
+    column = tl.arange(0, BLOCKS * WORD)
+    block, token = first + column // WORD, column % WORD
+    held = block < count
+    words = index + (_indexed(numbers, written, block, held, pool) * kv_heads + kv_head) * WORDS
+    here = first + tl.arange(0, BLOCKS) < count
+    centred = tl.zeros([ROWS, BLOCKS], tl.float32)
+    for start in range(0, HEAD_DIM, DIM):
+        dim = start + tl.arange(0, DIM)
+        within = (dim < HEAD_DIM)[None, :]
+        q = tl.load(queries[:, None] + dim[None, :], mask=valid[:, None] & within, other=0.0)
+        centre = tl.load(own[:, None] + dim[None, :], mask=here[:, None] & within, other=0)
+        centre = centre.to(tl.bfloat16, bitcast=True).to(q.dtype)
+        centred = tl.dot(q, tl.trans(centre), centred, input_precision="ieee")
+    top = tl.full([ROWS, BLOCKS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS, BLOCKS], tl.float32)
+    for part in range(0, TOKENS // WORD):
+        products = tl.zeros([ROWS, BLOCKS * WORD], tl.float32)
+        for start in range(0, HEAD_DIM, DIM):
+            dim = start + tl.arange(0, DIM)
+            within = (dim < HEAD_DIM)[None, :]
+            q = tl.load(queries[:, None] + dim[None, :], mask=valid[:, None] & within, other=0.0)
+            at = HEAD_DIM + TOKENS + part * HEAD_DIM + dim
+            bits = tl.load(words[:, None] + at[None, :], mask=held[:, None] & within, other=0)
+            bit = (bits.to(tl.int32) >> token[:, None]) & 1
+            signs = (bit * 2 - 1).to(tl.float32).to(q.dtype)
+            products = tl.dot(q, tl.trans(signs), products, input_precision="ieee")
+        length = tl.load(words + HEAD_DIM + part * WORD + token, mask=held, other=0)
+        length = length.to(tl.bfloat16, bitcast=True).to(tl.float32)
+        steps = tl.reshape(products * length[None, :], [ROWS, BLOCKS, WORD])
+        logits = soft_capped((centred[:, :, None] + steps) * scale, SOFT_CAP)
+        higher = tl.maximum(top, tl.max(logits, 2))
+        total = total * tl.exp2(top - higher) + tl.sum(tl.exp2(logits - higher[:, :, None]), 2)
+        top = higher
+    return top + tl.log2(total)
+
+
+@triton.jit(do_not_specialize=["queries", "width"])
+def _sums(
+    logs, lse, sinks, slots, chooses, full, counts, queries, width, heads, HAS_SINKS: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """Write each head's logarithm of the sum over a row's blocks, and of its sink."""
+    at, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, nth = at // queries, at % queries
+    if tl.load(slots + row) >= 0 and tl.load(chooses + row) != 0 and nth < tl.load(counts + row):
+        count = tl.load(full + row)
+        top, total = tl.full([CHUNK], float("-inf"), tl.float32), tl.zeros([CHUNK], tl.float32)
+        for first in range(0, count, CHUNK):
+            block = first + tl.arange(0, CHUNK)
+            log = tl.load(logs + (at * heads + head) * width + block, mask=block < count, other=float("-inf"))
+            higher = tl.maximum(top, log)
+            known = higher > float("-inf")
+            total = tl.where(known, total * tl.exp2(top - higher) + tl.exp2(log - higher), total)
+            top = higher
+        highest = tl.max(top, 0)
+        summed = highest + tl.log2(tl.sum(tl.where(top > float("-inf"), total * tl.exp2(top - highest), 0.0), 0))
+        if HAS_SINKS:
+            summed = with_sinks(summed, sinks, head, head >= 0)
+        tl.store(lse + at * heads + head, summed)
+
+
+@triton.jit(do_not_specialize=["queries", "width", "most"])
+def _shares(
+    logs, lse, scores, keys, places, held, slots, chooses, full, counts, queries, starts, ends, rooms, width, heads,
+    most,
+    LEADS: tl.constexpr, BLOCKS: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    """Write scores, the same by candidates to be sorted, and each block's place in the room (-1: it has none)."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    inside = block < width
+    count = tl.load(full + row)
+    if slot >= 0 and tl.load(chooses + row) != 0 and tl.program_id(1) * BLOCKS < count:
+        here = block < count
+        if LEADS:
+            score = tl.zeros([BLOCKS], tl.float32)
+            for nth in range(tl.load(counts + row)):
+                share = tl.zeros([BLOCKS], tl.float32)
+                for head in range(heads):
+                    at = (row * queries + nth) * heads + head
+                    log = tl.load(logs + at * width + block, mask=here, other=float("-inf"))
+                    share += tl.exp2(log - tl.load(lse + at))
+                score = tl.maximum(score, share)
+            tl.store(scores + slot * width + block, score, mask=here)
+        else:
+            score = tl.load(scores + slot * width + block, mask=here, other=0.0)
+        candidate = here & (block >= tl.load(starts + row)) & (block < tl.load(ends + row))
+        tl.store(keys + row * width + block, tl.where(candidate, score, float("-inf")), mask=inside)
+        place, room = tl.full([BLOCKS], -1, tl.int32), tl.load(rooms + row)
+        for first in range(0, room, PLACES):
+            at = first + tl.arange(0, PLACES)
+            its = tl.load(held + slot * most + at, mask=at < room, other=-1)
+            found = tl.where(its[None, :] == block[:, None], at[None, :], -1)
+            place = tl.maximum(place, tl.max(found, 1))
+        tl.store(places + row * width + block, place, mask=inside)
+    else:
+        tl.store(keys + row * width + block, tl.full([BLOCKS], float("-inf"), tl.float32), mask=inside)
+
+
+@triton.jit(do_not_specialize=["width", "most", "fetch", "step"])
+def _choose(
+    order, numbers, places, read, picks, fresh, come, counts, slots, chooses, starts, ends, chosen,
+    width, most, fetch, step, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Write and count chosen blocks, and those of them that have to come; mark places whose block is read again."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    if slot >= 0 and tl.load(chooses + row) != 0:
+        start, end, wanted = tl.load(starts + row), tl.load(ends + row), tl.load(chosen + row)
+        numbers += slot * width
+        places += row * width
+        absent = 0
+        for first in range(start, end, CHUNK):
+            block = first + tl.arange(0, CHUNK)
+            number = tl.load(numbers + block, mask=block < end, other=-1)
+            place = tl.load(places + block, mask=block < end, other=0)
+            absent += tl.sum(((number >= 0) & (place < 0)).to(tl.int32), 0)
+        count = end - start
+        before_others = count - tl.maximum(absent - fetch, 0)
+        passed, coming, there, cut = 0, 0, 0, 0
+        for first in range(0, count, CHUNK):
+            rank = first + tl.arange(0, CHUNK)
+            block = tl.load(order + row * width + rank, mask=rank < count, other=0).to(tl.int32)
+            number = tl.load(numbers + block, mask=rank < count, other=-1)
+            place = tl.load(places + block, mask=rank < count, other=0)
+            lacks = (number >= 0) & (place < 0)
+            nth = passed + tl.cumsum(lacks.to(tl.int32), 0) - lacks.to(tl.int32)
+            over = lacks & (nth >= fetch)
+            position = tl.where(over, before_others + nth - fetch, rank - tl.maximum(nth - fetch, 0))
+            takes = (rank < count) & (position < wanted)
+            tl.store(picks + row * most + position, block, mask=takes)
+            tl.store(fresh + row * most + nth, block, mask=takes & lacks)
+            again = tl.zeros([CHUNK], tl.int32) + step
+            held = takes & (number >= 0) & (place >= 0)
+            tl.store(read + slot * most + place, again, mask=held)
+            passed += tl.sum(lacks.to(tl.int32), 0)
+            coming += tl.sum((takes & lacks).to(tl.int32), 0)
+            there += tl.sum(held.to(tl.int32), 0)
+            cut += tl.sum((over & (rank < wanted) & (position >= wanted)).to(tl.int32), 0)
+        tl.store(come + row, coming)
+        counts += slot * 3
+        tl.store(counts, tl.load(counts) + coming)
+        tl.store(counts + 1, tl.load(counts + 1) + there)
+        tl.store(counts + 2, tl.load(counts + 2) + cut)
+
+
+@triton.jit(do_not_specialize=["stride_w", "width", "most"])
+def _take_places(
+    numbers, written, places, read, fresh, come, taken, to, of, slots, chooses, starts, rooms, out_rows,
+    stride_w, width, most, PLACES: tl.constexpr,
+):  # fmt: skip
+    """Give blocks that have to come the places that were read longest ago, and write the copies."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    place = tl.program_id(1) * PLACES + tl.arange(0, PLACES)
+    if slot >= 0 and tl.load(chooses + row) != 0:
+        room = tl.load(rooms + row)
+        numbers += slot * width
+        read += slot * most
+        own, rank = tl.load(read + place, mask=place < room, other=0), tl.zeros([PLACES], tl.int32)
+        for first in range(0, room, PLACES):
+            other = first + tl.arange(0, PLACES)
+            its = tl.load(read + other, mask=other < room, other=0)[None, :]
+            longer = (its < own[:, None]) | ((its == own[:, None]) & (other[None, :] < place[:, None]))
+            rank += tl.sum((longer & (other < room)[None, :]).to(tl.int32), 1)
+        takes = (place < room) & (rank < tl.load(come + row))
+        block = tl.load(fresh + row * most + rank, mask=takes, other=-1)
+        tl.store(places + row * width + block, place, mask=takes)
+        physical = written + tl.load(out_rows + row).to(tl.int64) * stride_w + tl.load(starts + row) + place
+        tl.store(taken + row * most + place, block, mask=place < most)
+        tl.store(to + row * most + place, tl.load(physical, mask=takes, other=-1), mask=place < most)
+        tl.store(of + row * most + place, tl.load(numbers + block, mask=takes, other=-1), mask=place < most)
+    else:
+        tl.store(to + row * most + place, tl.full([PLACES], -1, tl.int32), mask=place < most)
+
+
+@triton.jit
+def _bring(
+    pages, host, to, of, stride_p, stride_h, stride_t,
+    HEADS: tl.constexpr, TOKENS: tl.constexpr, NUMBERS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Copy one block."""
+    target = tl.load(to + tl.program_id(0)).to(tl.int64)
+    if target >= 0:
+        host += tl.load(of + tl.program_id(0)).to(tl.int64) * (HEADS * TOKENS * NUMBERS)
+        pages += target * stride_p
+        for first in range(tl.program_id(1) * CHUNK, HEADS * TOKENS * NUMBERS, tl.num_programs(1) * CHUNK):
+            at = first + tl.arange(0, CHUNK)
+            here = at < HEADS * TOKENS * NUMBERS
+            line, number = at // NUMBERS, at % NUMBERS
+            own = line // TOKENS * stride_h + line % TOKENS * stride_t + number
+            tl.store(pages + own, tl.load(host + at, mask=here), mask=here)
+
+
+@triton.jit(do_not_specialize=["stride_table", "stride_w", "width", "most", "step"])
+def _name(
+    table, numbers, written, places, held, read, picked, picks, taken, slots, chooses, blocks, starts, ends, chosen,
+    out_rows, stride_table, stride_w, width, most, step, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Write what rows read into the table, and note what their rooms hold now."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    at = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    if slot >= 0:
+        out_row = tl.load(out_rows + row).to(tl.int64)
+        start, end, wanted = tl.load(starts + row), tl.load(ends + row), tl.load(chosen + row)
+        new = tl.load(chooses + row) != 0
+        written += out_row * stride_w
+        came = tl.load(taken + row * most + at, mask=(at < most) & new, other=-1)
+        tl.store(held + slot * most + at, came, mask=came >= 0)
+        tl.store(read + slot * most + at, tl.zeros([CHUNK], tl.int32) + step, mask=came >= 0)
+        picks_here = (at >= start) & (at < start + wanted)
+        block = tl.load(picks + row * most + at - start, mask=picks_here & new, other=0)
+        number = tl.load(numbers + slot * width + block, mask=picks_here & new, other=-1)
+        place = tl.load(places + row * width + block, mask=picks_here & new, other=0)
+        logical = tl.where(number >= 0, start + place, block)
+        logical = tl.where(picks_here, logical, tl.where(at < start, at, end + at - start - wanted))
+        within = at < start + wanted + tl.load(blocks + row) - end
+        physical = tl.load(written + logical, mask=within & (new | (picks_here == 0)), other=0)
+        own = picked + slot * most + at - start
+        tl.store(own, physical, mask=picks_here & new)
+        known = tl.load(own, mask=picks_here & (new == 0), other=0)
+        tl.store(table + out_row * stride_table + at, tl.where(picks_here & (new == 0), known, physical), mask=within)

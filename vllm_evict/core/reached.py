@@ -1,0 +1,155 @@
+"""Host blocks that layers read: content that several requests have is there once."""
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+
+from .blocks import RequestBlocks
+from .offload import Copy
+from .plan import EvictionPlan
+
+
+class ReachedPool:
+    """Host blocks of one engine, by number.
+
+    A block of pure tokens has a hash, under which other requests find it: a prefix that requests share is there once.
+    It stays when no request uses it any more, until its room is needed: the block that was used longest ago goes first.
+    What a request uses is never dropped.
+
+    Args:
+        blocks: of the pool.
+        poison: test mode: free host blocks are filled with NaN.
+    """
+
+    def __init__(self, blocks: int, poison: bool = False) -> None:
+        self.blocks, self._poison = blocks, poison
+        self._free = list(range(blocks - 1, -1, -1))
+        #: Host block -> requests that use it, one at least.
+        self._users: dict[int, int] = {}
+        #: Host blocks that no request uses, the one that was used longest ago first.
+        self._unused: OrderedDict[int, None] = OrderedDict()
+        self._numbers: dict[Hashable, int] = {}
+        self._hashes: dict[int, Hashable] = {}
+
+    @property
+    def room(self) -> int:
+        """Host blocks that no request uses."""
+        return len(self._free) + len(self._unused)
+
+    @property
+    def used(self) -> int:
+        """Host blocks that hold something."""
+        return self.blocks - len(self._free)
+
+    @property
+    def unused(self) -> int:
+        """Host blocks that hold something, and that no request uses."""
+        return len(self._unused)
+
+    def find(self, block_hash: Hashable) -> int | None:
+        """Return the host block with this hash; None if there is none."""
+        return self._numbers.get(block_hash)
+
+    def fitting(self, hashes: Sequence[Hashable]) -> int:
+        """Return how many of some blocks, from the first one on, a request can use: those that are there take no room.
+
+        Args:
+            hashes: of each block; None: it has none.
+        """
+        room = self.room
+        for count, block_hash in enumerate(hashes):
+            number = self.find(block_hash)
+            room -= number is None or number in self._unused
+            if room < 0:
+                return count
+        return len(hashes)
+
+    def spill(
+        self, plan: EvictionPlan, req_id: str, group: int, blocks: RequestBlocks, logical: Sequence[int],
+        physical: Sequence[int], hashes: Sequence[Hashable],
+    ) -> None:  # fmt: skip
+        """Put blocks of a request on the host, which has room for them (`fitting`); those that are there are shared.
+
+        Args:
+            plan: of the next step, in which workers copy them.
+            req_id, group: id of the request, number of the KV group.
+            blocks: the request's blocks in that group.
+            logical, physical: the blocks.
+            hashes: of each block; None: it has none.
+        """
+        shared = [(index, number) for index, each in zip(logical, hashes) if (number := self.find(each)) is not None]
+        for _, number in shared:
+            self.use(number)
+        there = dict(shared)
+        for index, block, block_hash in zip(logical, physical, hashes):
+            if index not in there:
+                there[index] = self._copy(plan, req_id, group, block, block_hash)
+                self.use(there[index])
+                blocks.state.counts["spilled"] += 1
+        self.give(plan, req_id, group, blocks, there)
+
+    def give(self, plan: EvictionPlan, req_id: str, group: int, blocks: RequestBlocks, there: dict[int, int]) -> None:
+        """Note that a request has {logical block: host block}, which it uses, and tell workers so."""
+        blocks.residence.host |= there
+        plan.groups[group].reached.setdefault(req_id, {}).update(there)
+
+    def keep(self, plan: EvictionPlan, group: int, block_hash: Hashable, physical: int) -> int | None:
+        """Keep a block that no request needs, until its room is needed.
+
+        Returns:
+            Its host block; None: there is no room.
+        """
+        number = self.find(block_hash)
+        if number is None and self.room:
+            number = self._copy(plan, "", group, physical, block_hash)
+            self._unused[number] = None
+        elif number is not None and number in self._unused:
+            self._unused.move_to_end(number)
+        return number
+
+    def use(self, number: int) -> None:
+        """Note that one more request uses a host block."""
+        self._unused.pop(number, None)
+        self._users[number] = self._users.get(number, 0) + 1
+
+    def leave(self, plan: EvictionPlan, numbers: Sequence[int]) -> None:
+        """Note that a request uses host blocks no more; the last of them are the first whose room is taken."""
+        for number in reversed(numbers):
+            self._users[number] -= 1
+            if self._users[number]:
+                continue
+            del self._users[number]
+            if number in self._hashes:
+                self._unused[number] = None
+            else:
+                self._give_back(plan, number)
+
+    def release(self, plan: EvictionPlan, blocks: RequestBlocks) -> None:
+        """Keep what a request had only for others: it has ended, or starts over."""
+        host, blocks.residence.host = blocks.residence.host, {}
+        self.leave(plan, [host[index] for index in sorted(host)])
+
+    def forget(self, plan: EvictionPlan) -> None:
+        """Forget all hashes: what host blocks hold is of no use to a request that starts now."""
+        unused, self._unused = self._unused, OrderedDict()
+        self._numbers.clear()
+        self._hashes.clear()
+        for number in unused:
+            self._give_back(plan, number)
+
+    def _copy(self, plan: EvictionPlan, req_id: str, group: int, physical: int, block_hash: Hashable) -> int:
+        """Have workers copy a block to the host; return its host block."""
+        if not self._free:
+            dropped, _ = self._unused.popitem(last=False)
+            del self._numbers[self._hashes.pop(dropped)]
+            self._free.append(dropped)
+        number = self._free.pop()
+        if block_hash is not None:
+            self._numbers[block_hash], self._hashes[number] = number, block_hash
+        # What other requests may use is copied though the request ends in the same step.
+        plan.orders.append(Copy("" if block_hash is not None else req_id, group, "spill", physical, number))
+        return number
+
+    def _give_back(self, plan: EvictionPlan, number: int) -> None:
+        self._free.append(number)
+        if self._poison:
+            plan.orders.append(Copy("", 0, "poison", 0, number))

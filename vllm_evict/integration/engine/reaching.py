@@ -1,0 +1,246 @@
+"""Blocks that layers read on the host: requests move them there, and other requests start with them."""
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_block_hash, resolve_block_hashes
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+
+from ...config import NEVER
+from ...core.actions import Action, Applied, Unload
+from ...core.blocks import RequestBlocks
+from ...core.mechanisms import Reach
+from ...core.offload import Copy
+from ...core.plan import COUNTED, READ_ON_HOST, EvictionPlan, RoomOf
+from ...core.reached import ReachedPool
+from ...core.residence import Arriving
+from ...environment import poison_mode
+from ..start.attending import kv_heads
+from .hits import Hit
+from .managers import FROM_HOST
+from .spec import alike_bytes, host_blocks
+from .view import EngineView
+
+
+class Reaching(Reach):
+    """Moves blocks to the host, and extends hits of the prefix cache by blocks that are there.
+
+    A block goes to the host when its request is above its budget, or when the pool hands out a block of the prefix
+    cache. A request whose prefix is longer than its budget starts with a room, and with holes whose blocks layers read
+    on the host. A shorter prefix is copied to the device.
+
+    Args:
+        scheduler: an `EvictionMixin`, with one KV group.
+    """
+
+    def __init__(self, scheduler: EngineView) -> None:
+        super().__init__(scheduler)
+        self._scheduler, self._cache = scheduler, scheduler.kv_cache_manager
+        (self._manager,) = scheduler.kv_managers
+        blocks, self.block_bytes = host_memory(scheduler)
+        self.pool = ReachedPool(blocks, poison_mode())
+        pool = self._cache.block_pool
+        # Layers of other groups would have to have their part of a prefix, too. A connector keeps prefixes itself, and
+        # one that loads on top of a prefix could come steps after the blocks that it starts with.
+        alone = not scheduler.other_managers and pool.hash_block_size == self._manager.block_size
+        alone = alone and scheduler.connector is None
+        self._caches = pool.enable_caching and alone
+        if self._caches:
+            self._watch(pool)
+
+    @property
+    def described(self) -> str:
+        config, size = self._scheduler.kv_policy, self._manager.block_size
+        limits = config.limits(size, self._scheduler.max_model_len)
+        assert limits is not None  # it would be stock's
+        room, _ = config.room(limits, size)
+        host = f"{self.pool.blocks} host blocks of {self.block_bytes >> 10} KiB"
+        return f"layers read {host}, in rooms of {room} blocks at most"
+
+    def _watch(self, pool: Any) -> None:
+        """Keep blocks that leave the prefix cache, as the pool hands them out."""
+        evict = pool._maybe_evict_cached_block
+
+        @wraps(evict)
+        def evicted(block: KVCacheBlock) -> bool:
+            if block.block_hash is not None:
+                block_hash = get_block_hash(block.block_hash)
+                self.pool.keep(self.view.next_plan, self._manager.number, block_hash, block.block_id)
+            return bool(evict(block))
+
+        pool._maybe_evict_cached_block = evicted
+
+    def _hashes(self, request: Request) -> Sequence[Hashable]:
+        """Return the hashes of a request's full blocks."""
+        if not self._caches:
+            return ()
+        size = self._manager.block_size
+        return resolve_block_hashes(request.block_hashes, self._cache.block_pool.hash_block_size, size)
+
+    def before_apply(self, action: Action) -> Action | None:
+        """Return the part of an action that the host has room for. A request keeps its other blocks on the device."""
+        if not isinstance(action, Unload):
+            return action
+        there = len(action.writes)
+        fits = self.pool.fitting(self._pure_hashes(action))
+        return replace(action, holes=action.holes[: fits - there]) if fits > there else None
+
+    def _pure_hashes(self, action: Unload) -> list[Hashable]:
+        """Return the hashes of the blocks that an action moves; None for those of tokens that are not pure."""
+        blocks = self._manager.residents[action.req_id]
+        hashes, pure = self._hashes(self._scheduler.requests[action.req_id]), blocks.pure_tokens
+        known = len(hashes) if pure is None else min(pure // blocks.block_size, len(hashes))
+        return [hashes[index] if index < known else None for index in _moved(action)]
+
+    def on_applied(self, applied: Applied) -> None:
+        super().on_applied(applied)
+        action, blocks = applied.action, applied.blocks
+        if not isinstance(action, Unload):
+            return
+        if len(action.writes):
+            room = RoomOf(int(action.writes[0]), len(action.writes), action.recent)
+            self.view.next_plan.groups[action.group].rooms[action.req_id] = room
+        moved, before = _moved(action), blocks.state.counts["spilled"]
+        physical, hashes = [applied.before[block] for block in moved], self._pure_hashes(action)
+        self.pool.spill(self.view.next_plan, action.req_id, action.group, blocks, moved, physical, hashes)
+        self._scheduler.tally.add(blocks.policy, spilled=blocks.state.counts["spilled"] - before)
+
+    def on_hit(self, request: Request, hit: Hit) -> Hit:
+        """Return the prefix that is on the device or on the host, if it is longer than what vLLM has found."""
+        blocks, size = self._manager.residents[request.request_id], self._manager.block_size
+        self.cancel_arrival(blocks)
+        found = [] if request.skip_reading_prefix_cache else self._find(request)
+        if len(found) * size <= hit.tokens:
+            return hit
+        found, holes, room = self._divide(request, blocks, found)
+        if len(found) * size <= hit.tokens or (numbers := self._hold(request, found, (*room, *holes))) is None:
+            return hit
+        from_host = sum(block is None for block, _ in found)
+        blocks.residence.arriving = Arriving(numbers, holes, room, from_host)
+        self._arriving[request.request_id] = blocks
+        table = [FROM_HOST if index in numbers else block for index, (block, _) in enumerate(found)]
+        for index in holes:
+            table[index] = self._cache.block_pool.null_block
+        return hit._replace(blocks=self._cache.create_kv_cache_blocks((table,)), tokens=len(found) * size)
+
+    def _find(self, request: Request) -> list[tuple[KVCacheBlock | None, int | None]]:
+        """Return where the leading blocks of a request are: in the prefix cache, and on the host.
+
+        At least one token is computed, for its logits.
+        """
+        found, group = [], self._manager.kv_cache_group_id
+        for block_hash in self._hashes(request)[: (request.num_tokens - 1) // self._manager.block_size]:
+            cached, number = self._cache.block_pool.get_cached_block(block_hash, [group]), self.pool.find(block_hash)
+            if not cached and number is None:
+                break
+            found.append((cached[0] if cached else None, number))
+        return found
+
+    def _divide(self, request: Request, blocks: RequestBlocks, found: list[Any]) -> tuple[list[Any], range, range]:
+        """Return the part of a prefix that a request starts with, and which of it are holes and room."""
+        limits, size = blocks.limits, blocks.block_size
+        assert limits is not None  # it would be stock's
+        most = limits.trigger
+        if most == NEVER:
+            # Blocks that other requests hold are shared.
+            needed = sum(block is None or block.ref_cnt == 0 for block, _ in found)
+            fits = needed + self._manager.in_flight <= self.view.free_blocks
+            most = len(found) if fits else limits.budget
+        if len(found) > most:
+            # A chunk of one token would read as a decode does.
+            found = found[: (request.num_tokens - 2) // size]
+        if len(found) <= max(most, limits.budget):
+            return found, range(0), range(0)
+        first = limits.sink + blocks.config.room(limits, size)[0]
+        return found, range(first, first + len(found) - limits.budget), range(limits.sink, first)
+
+    def _hold(self, request: Request, found: list[Any], on_host: Iterable[int]) -> dict[int, int] | None:
+        """Use the blocks of the host that a request starts with; those in `on_host` are copied there if they are not.
+
+        Returns:
+            Logical block -> host block, ascending; None, with none in use, if the host has no room.
+        """
+        wanted, plan, hashes = set(on_host), self.view.next_plan, self._hashes(request)
+        numbers = {
+            index: number
+            for index, (block, number) in enumerate(found)
+            if number is not None and (block is None or index in wanted)
+        }
+        for number in numbers.values():
+            self.pool.use(number)
+        for index in sorted(wanted - numbers.keys()):
+            physical = found[index][0].block_id
+            kept = (
+                self.pool.keep(plan, self._manager.number, hashes[index], physical)
+                if self._settled(index, physical)
+                else None
+            )
+            if kept is None:
+                self.pool.leave(plan, list(numbers.values()))
+                return None
+            self.pool.use(kept)
+            numbers[index] = kept
+        return dict(sorted(numbers.items()))
+
+    def _settled(self, logical: int, physical: int) -> bool:
+        """Return whether a block of the prefix cache is computed by the steps before the one being planned."""
+        block, end = self._cache.block_pool.blocks[physical], (logical + 1) * self._manager.block_size
+        return block.ref_cnt == 0 or any(
+            each.num_computed_tokens >= end and self._manager.req_to_blocks[each.request_id][logical] is block
+            for each in self._scheduler.running
+        )
+
+    def on_start(self, plan: EvictionPlan, req_id: str, blocks: Sequence[RequestBlocks]) -> bool:
+        """Order workers to bring what a request has on the device from the host, and to read the rest there."""
+        (its,), manager = blocks, self._manager
+        if (arriving := its.residence.arriving) is None:
+            return False
+        del self._arriving[req_id]
+        its.residence.arriving, numbers, room = None, arriving.numbers, arriving.room
+        plan.use(arriving.coming.values())
+        fetched = {index: block for index, block in arriving.coming.items() if index not in room}
+        plan.orders += [Copy("", manager.number, "fetch", block, numbers[index]) for index, block in fetched.items()]
+        table = manager.req_to_blocks[req_id]
+        count = its.residence.known
+        self._cache.block_pool.cache_full_blocks(
+            self._scheduler.requests[req_id], table, 0, count, manager.block_size, manager.kv_cache_group_id,
+            block_mask=[index in fetched for index in range(count)],
+        )  # fmt: skip
+        if len(room):
+            assert its.limits is not None
+            recent = its.config.room(its.limits, its.block_size)[1]
+            plan.groups[manager.number].rooms[req_id] = RoomOf(room.start, len(room), recent)
+            there = {index: numbers[index] for index in (*room, *arriving.holes)}
+            self.pool.give(plan, req_id, manager.number, its, there)
+        self.pool.leave(plan, [numbers[index] for index in fetched])
+        self.view.count(its, hit=arriving.from_host)
+        return False
+
+    def before_output(self, output: ModelRunnerOutput) -> None:
+        """Count what layers have read on the host."""
+        for req_id, counts in getattr(output, READ_ON_HOST, {}).items():
+            if (blocks := self._manager.residents.get(req_id)) is not None:
+                self.view.count(blocks, **dict(zip(COUNTED, counts.tolist(), strict=True)))
+
+    def before_stats(self) -> None:
+        self._scheduler.tally.hold(self._scheduler.kv_policy.name, self.pool.used, self.block_bytes, self.pool.unused)
+
+
+def _moved(action: Unload) -> list[int]:
+    return [*action.writes.tolist(), *action.holes.tolist()]
+
+
+def host_memory(scheduler: EngineView) -> tuple[int, int]:
+    """Return how many host blocks an engine has, and the bytes of each on all tensor-parallel ranks."""
+    # vLLM's scheduler knows the spec of one layer, and layers may differ in KV heads.
+    (manager,), vllm_config = scheduler.kv_managers, scheduler.vllm_config
+    number = manager.kv_cache_group_id
+    spec = scheduler.kv_cache_config.kv_cache_groups[number].kv_cache_spec
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    heads = sum(max(of_layer // ranks, 1) for of_layer in kv_heads(vllm_config.model_config))
+    size = alike_bytes(vllm_config, scheduler.kv_cache_config, number)
+    size = size or spec.page_size_bytes // spec.num_kv_heads * heads
+    return host_blocks(vllm_config, scheduler.kv_policy, size, manager.block_size), size * ranks
