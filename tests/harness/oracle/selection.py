@@ -8,6 +8,8 @@ from engine import logprobs_of
 
 #: Tokens of a block.
 BLOCK = 32
+#: Tokens of a prompt that choose together.
+TILE = 64
 
 
 class Chooser:
@@ -19,6 +21,7 @@ class Chooser:
         leaders: each so manieth of the other layers scores blocks, and others choose by its scores; or the layers that
             see everything and score blocks for the layers after them.
         fetch: most blocks that come to the `rooms` of a layer with one choice; the best ones there stand for others.
+        read_prompts: of the policy.
         ranks: each chooses for its own heads.
         size: tokens of a block.
 
@@ -41,6 +44,7 @@ class Chooser:
         dense_layers=0,
         leaders=1,
         fetch=0,
+        read_prompts=0,
         ranks=1,
         size=BLOCK,
     ):
@@ -48,6 +52,7 @@ class Chooser:
         self.scale = getattr(model, "scale", model.head_dim**-0.5)
         self.recent, self.size = math.ceil((recent - 1) / size) + 1, size
         self.sinks, self.blocks = math.ceil(sink / size), math.ceil(read / size)
+        self.of_prompts = math.ceil(read_prompts / size)
         self.ranks = torch.arange(model.heads).chunk(ranks)
         listed = not isinstance(leaders, int)
         first = leaders[0] if listed else dense_layers
@@ -65,7 +70,7 @@ class Chooser:
         """
         if not (len(base) == 1 if decodes is None else decodes) or len(resident) <= self.blocks:
             self.held, self.steps = {}, 0
-            return base
+            return self.of_prompt(base) if self.of_prompts and len(base) > 1 else base
         self.step(resident)
         of_block = torch.arange(base.shape[1]) // self.size
         always = resident[: self.sinks] + resident[-self.recent :]
@@ -78,6 +83,39 @@ class Chooser:
                 return base
             seen = [torch.isin(of_block, torch.tensor([*always, *later, *blocks])) for blocks in chosen]
             return base & torch.stack(seen).repeat_interleave(len(self.ranks[0]), 0)[:, None]
+
+        return of_layer
+
+    def of_prompt(self, base):
+        """The mask of a chunk of a prompt, bool [Q, N], of which `TILE` tokens read the same blocks."""
+        n, first = base.shape[1], base.shape[1] - len(base)
+        tiles, start = [], first
+        for seam in [*range(TILE, n, TILE), n]:
+            if seam > max(first, self.of_prompts * self.size):
+                tiles.append((max(start, self.of_prompts * self.size), seam))
+            start = max(start, seam)
+        shares = {}
+
+        def of_layer(layer, queries, keys):
+            if layer not in self.model.full:
+                return base
+            mask = base.repeat(self.model.heads, 1, 1)
+            for rank, heads in enumerate(self.ranks):
+                for begin, end in tiles:
+                    own = list(range(begin // self.size + 1))
+                    if layer in self.leads:
+                        some = queries[begin - first : end - first]
+                        of_each = [self.shares(query, keys, own, heads.tolist()) for query in some]
+                        shares[rank, begin] = torch.stack(of_each).amax(0)
+                    last = len(own) - self.recent
+                    count = self.of_prompts - self.sinks - (math.ceil(end / self.size) - last)
+                    order = sorted(range(self.sinks, last), key=lambda block: -shares[rank, begin][block])
+                    kept, other = (shares[rank, begin][order[place]].item() for place in (count - 1, count))
+                    self.closest, self.chosen = min(self.closest, 1 - other / kept), self.chosen + 1
+                    for block in order[count:]:
+                        unread = slice(block * self.size, (block + 1) * self.size)
+                        mask[heads[0] : heads[-1] + 1, begin - first : end - first, unread] = False
+            return mask
 
         return of_layer
 
