@@ -55,7 +55,7 @@ def assert_reads_like_dense(model, prompt, output, trace, *, dense=None, atol=2e
 
 CASES = {
     "full": {"hold": 1},
-    "signs": {"index": "signs", "hold": 5},
+    "box": {"index": "box", "hold": 5},
     "leaders": {"leaders": 2, "dense_layers": 1, "hold": 3},
     "listed": {"leaders": [1, 3]},
     "wide": {"read": 320, "sink": 40, "recent": 100},
@@ -316,7 +316,7 @@ def test_old_names_mean_the_new_fields_and_say_so(caplog):
     said = [record.getMessage() for record in caplog.records]
     assert "KV policy full: in place of select_every write hold; the old name goes with the next release" in said
     assert any("in place of select_sink write nothing: sinks and recent blocks follow read" in each for each in said)
-    dense = KVPolicyConfig.parse({"name": "full", "read": 1024, "hold": 1, "dense_layers": 2})
+    dense = KVPolicyConfig.parse({"name": "full", "read": 1024, "hold": 1, "index": "box", "dense_layers": 2})
     for given in ({}, {"dense_layers": None}, {"select_every": 1}):
         assert KVPolicyConfig.parse({"name": "full", "select": 1024, **given}) == dense
 
@@ -377,7 +377,7 @@ def test_requests_of_a_server_that_reads_less_measure_no_attention():
 
 @pytest.mark.parametrize("name", ["full", "quest", "sink-window"])
 def test_a_request_of_another_policy_reads_as_its_server_does(name):
-    fields = {"read": 512, "hold": 3, "index": "signs", "dense_layers": 1, "leaders": 2}
+    fields = {"read": 512, "hold": 3, "index": "box", "dense_layers": 1, "leaders": 2}
     server = KVPolicyConfig.parse({"name": name, "allow": ["full", "quest", "sink-window"], **fields})
     for other in ("full", "quest", "sink-window"):
         own = server.for_request({"kv_policy": other}, 5000, BLOCK)

@@ -64,6 +64,8 @@ def with_new_names(policy: str, fields: Mapping[str, Any], renamed: Mapping[str,
     if kept.get("select") and kept.get("evict") != "host":  # defaults that were others
         if "select_every" not in kept:
             kept.setdefault("hold", 1)
+        if "select_bounds" not in kept:
+            kept.setdefault("index", "box")
         if kept.get("dense_layers") is None:
             kept.pop("dense_layers", None)
             kept |= {} if kept.get("filter_layers") else {"dense_layers": 2}
