@@ -42,8 +42,8 @@ MODELS = {
 #: Models in which layers differ: KV heads of each layer, 0 for a layer without attention.
 SEARCHED = {"searched": (2, 4, 0, 1), "gaps": (4, 0, 4, 4, 0, 4)}
 BLOCK_POLICIES = ["sink-window", "strided", "scissorhands", "tova", "snapkv", "rkv", "knorm", "keydiff"]
-BLOCK_POLICIES += ["pagedeviction", "quest", "random", "h2o"]
-READING = ["sink-window", "strided", "knorm", "keydiff", "pagedeviction", "quest", "random"]
+BLOCK_POLICIES += ["pagedeviction", "keybound", "random", "h2o"]
+READING = ["sink-window", "strided", "knorm", "keydiff", "pagedeviction", "keybound", "random"]
 TOKEN_POLICIES = ["h2o", "tova", "snapkv", "rkv", "knorm", "keydiff"]
 ADD_UP = ["sink-window", "strided", "scissorhands", "tova", "snapkv", "h2o", "random"]
 #: Layers x KV heads: one layer has no retrieval head, one has nothing else.
@@ -82,7 +82,7 @@ def _bands(rng, sizes):
 
 
 def _allocated(rng, sizes):
-    scores = {"name": rng.choice(["h2o", "tova", "keydiff", "quest", "rkv", "pagedeviction"]), **sizes}
+    scores = {"name": rng.choice(["h2o", "tova", "keydiff", "keybound", "rkv", "pagedeviction"]), **sizes}
     if scores["name"] in ADD_UP and rng.random() < 0.3:
         scores["when"] = "pressure"
     return {**scores, "allocate": rng.choice(["ada", "pyramid"]), "bands": 2, "allow": ["full"]}
