@@ -40,7 +40,7 @@ class Chooser:
         sink,
         recent,
         hold=8,
-        index="box",
+        index="signs",
         dense_layers=0,
         leaders=1,
         fetch=0,
@@ -105,8 +105,7 @@ class Chooser:
                     own = list(range(begin // self.size + 1))
                     if layer in self.leads:
                         some = queries[begin - first : end - first]
-                        of_each = [self.shares(query, keys, own, heads.tolist()) for query in some]
-                        shares[rank, begin] = torch.stack(of_each).amax(0)
+                        shares[rank, begin] = self.shares(some, keys, own, heads.tolist())
                     last = len(own) - self.recent
                     count = self.of_prompts - self.sinks - (math.ceil(end / self.size) - last)
                     order = sorted(range(self.sinks, last), key=lambda block: -shares[rank, begin][block])
@@ -147,8 +146,7 @@ class Chooser:
             if layer in self.leads:
                 for rank, heads in enumerate(heads_of_ranks):
                     own = self.ranks[rank].tolist() if heads is None else heads
-                    of_each = [self.shares(query, keys, resident, own) for query in queries]
-                    self._shares[rank] = torch.stack(of_each).amax(0)
+                    self._shares[rank] = self.shares(queries, keys, resident, own)
             if layer not in self.dense:
                 self.held[layer] = [self.choose(layer, rank, resident) for rank in range(len(heads_of_ranks))]
         return self.held[layer]
@@ -184,21 +182,21 @@ class Chooser:
             place[:] = block, now
         return kept + over
 
-    def shares(self, query, keys, resident, heads):
-        """The share of attention that some query heads may pay to each full block, summed up."""
+    def shares(self, queries, keys, resident, heads):
+        """The share of attention that some heads of a query may pay to each full block, summed up; the largest one."""
         group = self.model.heads // self.model.kv_heads
-        full, shares = resident[:-1], torch.zeros(len(resident) - 1, dtype=torch.float64)
+        full, shares = resident[:-1], torch.zeros(len(queries), len(resident) - 1, dtype=torch.float64)
         for h in heads:
             bounds = []
             for block in full:
                 of_block = keys[block * self.size : (block + 1) * self.size, h // group].double()
-                q = query[h].double() * self.scale
+                q = queries[:, h].double() * self.scale
                 if self.index == "signs":
-                    bounds.append(torch.logsumexp(_of_signs(of_block) @ q, 0))
+                    bounds.append(torch.logsumexp(q @ _of_signs(of_block).T, 1))
                 else:
-                    bounds.append(torch.maximum(q * of_block.amax(0), q * of_block.amin(0)).sum())
-            shares += torch.stack(bounds).softmax(0)
-        return shares
+                    bounds.append(torch.maximum(q * of_block.amax(0), q * of_block.amin(0)).sum(1))
+            shares += torch.stack(bounds, 1).softmax(1)
+        return shares.amax(0)
 
 
 def _of_signs(keys):
