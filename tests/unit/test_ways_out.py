@@ -128,7 +128,10 @@ WAYS = {
     r"use ((?:\w*Connector\w*(?:, | or )?)+).*": each(to_connector),
     r"leave audit out": field(audit=None),
     r"leave context out": field(context=None),
-    r"leave read out, with .*": field(read=None, leaders=None, dense_layers=None, hold=None, index=None),
+    r"leave read_prompts out": field(read_prompts=None),
+    r"leave read out, with .*": field(
+        read=None, leaders=None, dense_layers=None, hold=None, index=None, read_prompts=None
+    ),
     r"leave dense_layers and leaders out": field(dense_layers=None, leaders=None),
     r'leave kvzip out of name and "allow" .*': policies(without_kvzip),
     r"set accumulate: sum, ema or last": policies(*(lambda policy, name=name: {**policy, "accumulate": name} for name in ("sum", "ema", "last"))),

@@ -42,8 +42,8 @@ MODELS = {
 #: Models in which layers differ: KV heads of each layer, 0 for a layer without attention.
 SEARCHED = {"searched": (2, 4, 0, 1), "gaps": (4, 0, 4, 4, 0, 4)}
 BLOCK_POLICIES = ["sink-window", "strided", "scissorhands", "tova", "snapkv", "rkv", "knorm", "keydiff"]
-BLOCK_POLICIES += ["pagedeviction", "quest", "random", "h2o"]
-READING = ["sink-window", "strided", "knorm", "keydiff", "pagedeviction", "quest", "random"]
+BLOCK_POLICIES += ["pagedeviction", "keybound", "random", "h2o"]
+READING = ["sink-window", "strided", "knorm", "keydiff", "pagedeviction", "keybound", "random"]
 TOKEN_POLICIES = ["h2o", "tova", "snapkv", "rkv", "knorm", "keydiff"]
 ADD_UP = ["sink-window", "strided", "scissorhands", "tova", "snapkv", "h2o", "random"]
 #: Layers x KV heads: one layer has no retrieval head, one has nothing else.
@@ -82,7 +82,7 @@ def _bands(rng, sizes):
 
 
 def _allocated(rng, sizes):
-    scores = {"name": rng.choice(["h2o", "tova", "keydiff", "quest", "rkv", "pagedeviction"]), **sizes}
+    scores = {"name": rng.choice(["h2o", "tova", "keydiff", "keybound", "rkv", "pagedeviction"]), **sizes}
     if scores["name"] in ADD_UP and rng.random() < 0.3:
         scores["when"] = "pressure"
     return {**scores, "allocate": rng.choice(["ada", "pyramid"]), "bands": 2, "allow": ["full"]}
@@ -103,13 +103,23 @@ def _read(rng, sizes):
     size = sizes["sink"]
     read = {"read": size * rng.choice([4, 5, 6]), "index": rng.choice(["signs", "box"]), "hold": rng.choice([1, 3, 8])}
     read |= rng.choice([{"leaders": 2}, {"dense_layers": 1}, {"leaders": [0, 2]}])
-    kind = rng.choice(["full", "block", "duo"])
+    kind = rng.choice(["full", "block", "duo", "prompts"])
     if kind == "duo":
         read |= {"leaders": 1}
         retrieval = {"name": "full", "sink": size, "recent": size, **read}
         return {"name": "duo", "gates": "HEADS", "sink": size, "recent": 3 * sizes["recent"], "retrieval": retrieval}
     if kind == "full":
         return {"name": "full", "sink": size, "recent": size, **read, "allow": ["sink-window", "keydiff"]}
+    if kind == "prompts":
+        alike = {"leaders": 2, "dense_layers": 0} if "dense_layers" in read or read["leaders"] != 2 else {}
+        return {
+            "name": "full",
+            "sink": size,
+            "recent": size,
+            **read,
+            **alike,
+            "read_prompts": size * rng.choice([6, 8]),
+        }
     name = rng.choice(READING)
     return {**sizes, "name": name, **read, "allow": [*_others(READING, name), "full"]}
 
@@ -242,7 +252,7 @@ class Case:
     def reads_all(self, tokens):
         """Whether each step of a request of so many tokens reads all of them."""
         most = self.policy.get("read") or (self.policy.get("retrieval") or {}).get("read")
-        return not most or tokens <= most
+        return not most or tokens <= min(most, self.policy.get("read_prompts") or most)
 
 
 def make_case(number, kind=None, smallest=False):
