@@ -30,7 +30,6 @@ SHOWN: dict[Environment | Feature, str] = {
     of.UNREACHED_CONNECTOR: "KV connectors but OffloadingConnector and SimpleCPUOffloadConnector; these beside latents, states, sliding windows or speculative decoding",
     drafting.METHOD: "speculative decoding by Medusa, MLP speculators and others",
     drafting.OTHER_RUNNER: "speculative decoding by ngram_gpu, DFlash and DSpark on Model Runner V1, and by all on V2 before vLLM 0.32",
-    drafting.DRAFTS_BESIDE: "speculative decoding beside latents, states or sliding windows",
     drafting.MANY_DRAFTS: "as many draft tokens as a block has tokens",
     drafting.DRAFTER: "drafters with layers",
     drafting.ASYNC_DRAFTS: "speculative decoding under async scheduling",

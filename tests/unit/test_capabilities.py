@@ -145,16 +145,16 @@ SERVERS = {
         "h2o tokens kvzip context read layers scored max mean pressure audit host",
     ),
     "no prefix cache": (UNCACHED, "kvzip"),
-    "n-grams": (drafts("ngram"), "kvzip context read layers scored mean audit"),
-    "n-grams on V2": ({**drafts("ngram"), **V2}, "kvzip context read layers scored mean audit"),
+    "n-grams": (drafts("ngram"), "kvzip context layers scored mean audit"),
+    "n-grams on V2": ({**drafts("ngram"), **V2}, "kvzip context layers scored mean audit"),
     "n-grams beside cached states": ({**drafts("ngram"), **HYBRID}, ALL),
     "n-grams beside cached states on V2": (
         {**drafts("ngram"), **HYBRID, **V2},
-        "split tokens kvzip context host read layers scored mean audit",
+        "split tokens kvzip context layers scored mean audit",
     ),
     "n-grams beside uncached states": (
         {**drafts("ngram"), **HYBRID, **UNCACHED},
-        "split tokens kvzip context host read layers scored mean audit",
+        "split tokens kvzip context layers scored mean audit",
     ),
     "n-grams beside latents and states": (
         {**drafts("ngram"), **HYBRID, **MLA, **UNCACHED},
@@ -174,26 +174,26 @@ SERVERS = {
     "DSpark on V1": (drafts("dspark", parallel=True), ALL),
     "DSpark": (
         {**drafts("dspark", parallel=True), **V2},
-        "split tokens kvzip context read layers scored mean audit",
+        "split tokens kvzip context layers scored mean audit",
     ),
     "n-grams on a GPU, on V1": (drafts("ngram_gpu"), ALL),
     "n-grams on a GPU, on V2": (
         {**drafts("ngram_gpu"), **V2},
-        "kvzip context read layers scored mean audit",
+        "kvzip context layers scored mean audit",
     ),
     "DFlash on V1": (drafts("dflash", parallel=True), ALL),
     "DFlash": (
         {**drafts("dflash", parallel=True), **V2},
-        "split tokens kvzip context read layers scored mean audit",
+        "split tokens kvzip context layers scored mean audit",
     ),
     "DFlash beside latents": ({**drafts("dflash", parallel=True), **V2, **MLA}, ALL),
     "DSpark beside states": (
         {**drafts("dspark", parallel=True), **V2, **HYBRID},
-        "split tokens kvzip context host read layers scored mean audit",
+        "split tokens kvzip context layers scored mean audit",
     ),
     "DFlash beside windows": (
         {**drafts("dflash", parallel=True), **V2, **WINDOWS},
-        "split tokens kvzip context host read layers scored mean audit",
+        "split tokens kvzip context layers scored mean audit",
     ),
     "DFlash by another architecture": (
         {
@@ -205,33 +205,33 @@ SERVERS = {
     "adaptive verification": (drafts("mtp", enable_adaptive_verification=True), ALL),
     "several MTP modules": (
         drafts("mtp", use_multi_module_mtp=lambda: True),
-        "split kvzip context read layers scored mean audit",
+        "split kvzip context layers scored mean audit",
     ),
     "several MTP modules on V2": ({**drafts("mtp", use_multi_module_mtp=lambda: True), **V2}, ALL),
     "another method": (drafts("medusa"), ALL),
     "as many drafts as a block has tokens": (drafts("ngram", 16), ALL),
-    "MTP": (drafts("mtp"), "split kvzip context read layers scored mean audit"),
+    "MTP": (drafts("mtp"), "split kvzip context layers scored mean audit"),
     "MTP in parallel": (drafts("mtp", parallel=True), ALL),
     "MTP under async scheduling": (
         {**drafts("mtp"), **ASYNC},
-        "split tokens kvzip context read layers scored mean audit",
+        "split tokens kvzip context layers scored mean audit",
     ),
     "MTP beside latents": (
         {**drafts("mtp"), **MLA},
-        "split tokens kvzip context host read layers scored mean audit",
+        "split tokens kvzip context layers scored mean audit",
     ),
     "MTP beside latents under async scheduling": (
         {**drafts("mtp"), **MLA, **ASYNC},
-        "split tokens kvzip context host read layers scored mean audit",
+        "split tokens kvzip context layers scored mean audit",
     ),
     "MTP beside windows": (
         {**drafts("mtp"), **WINDOWS},
-        "split tokens kvzip context host read layers scored mean audit",
+        "split tokens kvzip context layers scored mean audit",
     ),
     "a draft model beside windows": ({**drafts("draft_model"), **WINDOWS}, ALL),
     "EAGLE beside latents": (
         {**drafts("eagle"), **MLA},
-        "split tokens kvzip context host read layers scored mean audit",
+        "split tokens kvzip context layers scored mean audit",
     ),
     "a connector": (connector(), "split kvzip context host read layers scored audit"),
     "a connector under async scheduling": (

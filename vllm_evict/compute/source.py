@@ -88,6 +88,11 @@ class Source(Part):
         """Whether layers write what they read into the backend's table, also of requests without holes."""
         return False
 
+    @property
+    def rewrites(self) -> bool:
+        """Whether the step's view gets other blocks than the resident ones: a drafter's layers have their own then."""
+        return self.staging > 0 or self.writes
+
     def step(self, batch: StepBatch) -> StepSource:
         """Return what layers read in a step."""
         return StepSource(batch.lens)
