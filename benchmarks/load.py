@@ -232,7 +232,7 @@ def cases(options: argparse.Namespace) -> dict[str, dict | None]:
         "keydiff": {"name": "keydiff", **kept},
         "strided": {"name": "strided", **kept},
         "full, reached": {"name": "full", **kept, **REACH},
-        "full, reached by signs": {"name": "full", **kept, **REACH, "index": "signs"},
+        "full, reached by boxes": {"name": "full", **kept, **REACH, "index": "box"},
     }
     chosen: dict[str, dict | None] = {"stock": None}
     for name, policy in scored.items():

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from ..compute.kernels.reach import SCRATCH, ReachRows, bring_reference, reach_reference  # noqa: F401  (references)
+from ..compute.kernels.signs import tokens_of
 from .tiles import DTYPES, LOG2_E, MIN_ROWS, check_int32, require, soft_capped, with_sinks
 
 #: Blocks that a program scores at once; of signs it has 16 tokens of each.
@@ -79,7 +80,7 @@ def reach(
                 query, index, numbers, rows.written, logs, *scored, queries, tokens, out_rows, scale * LOG2_E,
                 *query.stride()[:2], rows.written.stride(0), rows.pool, width, heads, kv_heads,
                 GROUP=group, HEAD_DIM=dims, WORDS=index.shape[2], SIGNED=signed,
-                TOKENS=(index.shape[2] - dims) // (dims // 16 + 1) if signed else 16,
+                TOKENS=tokens_of(index, dims) if signed else 16,
                 SOFT_CAP=soft_cap * LOG2_E, ROWS=MIN_ROWS, BLOCKS=tile, DIM=DIM // 2 if signed else DIM,
                 num_warps=8 if signed else 4, num_stages=2 if signed else 3,
             )  # fmt: skip

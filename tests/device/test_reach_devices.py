@@ -23,8 +23,8 @@ backend, server = test_device_backends.backend, test_device_backends.server
 replaying = test_full_graphs.replaying
 OPTIONS = {"block_size": 32, "blocks": 64, "max_model_len": 512, "max_num_batched_tokens": 160}
 FIELDS = {
-    "signs": {"read": 256, "hold": 1, "index": "signs"},
-    "bound": {"read": 160, "hold": 3, "fetch": 1, "leaders": 2},
+    "signs": {"read": 256, "hold": 1},
+    "bound": {"index": "box", "read": 160, "hold": 3, "fetch": 1, "leaders": 2},
 }
 
 

@@ -85,8 +85,8 @@ SERVED = {
     "sink-window": {**POLICIES["sink-window"], "allow": []},
     "scissorhands": {**POLICIES["scissorhands"], "allow": ["h2o"]},
     "token": {**POLICIES["h2o"], "granularity": "token", "allow": ["keydiff"]},
-    "reach": {"name": "full", **BASE, "evict": "host", "host": "1MiB", "index": "signs", "leaders": 2},
-    "reach-box": {"name": "full", **BASE, "evict": "host", "host": "1MiB", "fetch": 1},
+    "reach": {"name": "full", **BASE, "evict": "host", "host": "1MiB", "leaders": 2},
+    "reach-box": {"name": "full", **BASE, "evict": "host", "host": "1MiB", "index": "box", "fetch": 1},
 }
 ENGINES = ["h2o", "snapkv", "sink-window", "scissorhands", "token"]
 CASES = [on("triton", name) for name in (*ENGINES, "reach")]

@@ -159,7 +159,7 @@ def test_ray_serve_llm_takes_it_among_its_engine_kwargs(tiny):
     "policy",
     [
         # A context of "endless" is larger, and filter layers of others lie beyond the model's two.
-        *(preset for preset in presets() if preset not in ("endless", "omnikv", "quest-read")),
+        *(preset for preset in presets() if preset not in ("endless", "omnikv", "quest", "lserve")),
         {"name": "sink-window", "budget": 512, "context": "model"},
         {"name": "adakv", "bands": 2},
         {"name": "duo", "pattern": ["10", "01"]},

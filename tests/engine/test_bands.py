@@ -104,7 +104,7 @@ def test_bands_that_a_model_does_not_have_are_refused():
             "evict: host does not go with allocate: pyramid, which makes KV groups: use evict: drop",
         ),
         (
-            {"name": "quest", "allocate": "ada", "read": 512},
+            {"name": "keybound", "allocate": "ada", "read": 512},
             "read: 512 does not go with allocate: ada, which makes KV groups: leave read out",
         ),
         (

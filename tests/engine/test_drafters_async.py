@@ -33,7 +33,7 @@ POLICIES = {
     "h2o-ema-every": {**BASE, "name": "h2o", "every": 3, "accumulate": "ema", "decay": 0.9},
     "h2o-last": {**BASE, "name": "h2o", "accumulate": "last", "window": 24, "every": 2},
     "keydiff": {**BASE, "name": "keydiff"},
-    "quest": {**BASE, "name": "quest"},
+    "keybound": {**BASE, "name": "keybound"},
     "snapkv": {**BASE, "name": "snapkv", "window": 24},
     "scissorhands": {**BASE, "name": "scissorhands", "window": 48},
     "rkv": {**BASE, "name": "rkv", "window": 16},

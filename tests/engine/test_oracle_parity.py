@@ -30,7 +30,7 @@ POLICIES = {
     "knorm": {"name": "knorm", **BASE},
     "keydiff": {"name": "keydiff", **BASE, "heads": "mean", "layers": "max"},
     "pagedeviction": {"name": "pagedeviction", "budget": 192},
-    "quest": {"name": "quest", **BASE},
+    "keybound": {"name": "keybound", **BASE},
     "random": {"name": "random", **BASE, "seed": 7},
 }
 

@@ -55,7 +55,7 @@ def check_classes(engine, dense, size=BLOCK, atol=2e-3, **options):
 
 
 def assert_reaches_like_dense(
-    model, prompt, output, trace, read, hold=8, index="box", dense=None, atol=2e-3, size=BLOCK, pressure=False, **more
+    model, prompt, output, trace, read, hold=8, index="signs", dense=None, atol=2e-3, size=BLOCK, pressure=False, **more
 ):
     """Log-probabilities of a traced request are those of a dense model that has everything, and chooses for itself.
 
@@ -104,12 +104,12 @@ def assert_reaches_like_dense(
 
 
 def test_memory_beside_the_pool_comes_from_what_the_cache_may_take(engine, deep):
-    """Staging pages, and boxes of the pool; a cache that has no more is refused."""
+    """Staging pages, and the index of the pool; a cache that has no more is refused."""
     block, memory = 5 * 32 * 2 * 2 * 32 * 4, 16 << 20
     options = {"model": deep, "blocks": None, "max_model_len": 1024}
     server = engine({**REACH, "host": 256 * block}, kv_cache_memory_bytes=memory, **options)
-    boxes = (server.all_blocks + 1) * block // 32
-    taken = (server.all_blocks + 1 + 32) * block + boxes
+    index = (server.all_blocks + 1) * 5 * 2 * key_signs(torch.zeros(1, 1, 32, 32)).nbytes
+    taken = (server.all_blocks + 1 + 32) * block + index
     assert memory - 2 * block < taken <= memory
     with pytest.raises(KVPolicyError, match="hold no pool beside 32 staging pages"):
         engine({**REACH, "host": 256 * block}, kv_cache_memory_bytes=33 * block, **options)
@@ -142,22 +142,22 @@ def assert_counted(uses, fetch=0):
 
 
 FIELDS = {
-    "signs-8": {"index": "signs"},
-    "signs-5": {"index": "signs", "hold": 1, "read": 160},
-    "box-5": {"read": 160, "hold": 1, "leaders": 2},
-    "box-5-held": {"read": 160, "hold": 12},
-    "box-6-bound": {"read": 192, "hold": 3, "fetch": 1, "leaders": 3},
+    "signs-8": {},
+    "signs-5": {"hold": 1, "read": 160},
+    "box-5": {"index": "box", "read": 160, "hold": 1, "leaders": 2},
+    "box-5-held": {"index": "box", "read": 160, "hold": 12},
+    "signs-6-bound": {"read": 192, "hold": 3, "fetch": 1, "leaders": 3},
 }
 
 
 @pytest.mark.oracle("full attention")
-@pytest.mark.both_runners("signs-8", "box-5-held", "box-6-bound")
+@pytest.mark.both_runners("signs-8", "box-5-held", "signs-6-bound")
 @pytest.mark.parametrize("name", FIELDS)
 def test_answers_are_those_of_a_dense_model_that_chooses_for_itself(engine, deep, poisoned, monkeypatch, name):
     """Three requests in one batch; one is shorter than its budget at first. vLLM's kernel reads what is chosen, too."""
     if name == "signs-5":
         monkeypatch.setenv("VLLM_EVICT_DECODE", "stock")
-    policy = {"read": 256, "hold": 8, "index": "box", **FIELDS[name]}
+    policy = {"read": 256, "hold": 8, **FIELDS[name]}
     server = engine({**REACH, **policy}, model=deep, max_num_batched_tokens=192)
     requests = random_requests((700, 50), (230, 80), (500, 40))
     chosen, uses = 0, []

@@ -15,9 +15,10 @@ from oracle.tiny import make_tiny_llama
 from parts import part_of
 from streaming import Sessions, talk
 
+from vllm_evict.compute.kernels.signs import key_signs
 from vllm_evict.compute.read import Read
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
-from vllm_evict.config.retired import _warn_of_old_name
+from vllm_evict.config.retired import _warn_of_old_name, _warn_of_preset
 from vllm_evict.core.blocks import RequestBlocks
 from vllm_evict.eval.policies import contenders, servers
 from vllm_evict.integration.engine.allocation import Reads
@@ -60,21 +61,21 @@ def assert_reads_like_dense(model, prompt, output, trace, *, dense=None, atol=2e
 
 
 CASES = {
-    "full": {"hold": 1},
-    "signs": {"index": "signs", "hold": 5},
+    "full": {"hold": 5},
+    "box": {"index": "box", "hold": 1},
     "leaders": {"leaders": 2, "dense_layers": 1, "hold": 3},
     "listed": {"leaders": [1, 3]},
     "wide": {"read": 320, "sink": 40, "recent": 100},
     "sink-window": {"name": "sink-window", "budget": 448, "buffer": 96, "sink": 32},
-    "quest": {"name": "quest", **EVICTING, "hold": 3, "dense_layers": 1},
+    "keybound": {"name": "keybound", **EVICTING, "hold": 3, "dense_layers": 1},
     "keydiff": {"name": "keydiff", **EVICTING, "leaders": [0, 2]},
     "in-place": {"hold": 3, "leaders": 2},
     "in-place-evicting": {"name": "sink-window", "budget": 448, "buffer": 96, "sink": 32, "allow": []},
 }
 
 
-@pytest.mark.nightly(push=("full", "leaders", "listed", "quest", "in-place", "in-place-evicting"))
-@pytest.mark.both_runners("full", "quest", "in-place")
+@pytest.mark.nightly(push=("full", "leaders", "listed", "keybound", "in-place", "in-place-evicting"))
+@pytest.mark.both_runners("full", "keybound", "in-place")
 @pytest.mark.parametrize("name", CASES)
 def test_answers_are_those_of_a_dense_model_that_chooses_for_itself(engine, deep, poisoned, monkeypatch, name):
     """Three requests in one batch; one is shorter than what is read at first. vLLM's kernel reads what is chosen, too."""
@@ -151,17 +152,17 @@ def check_choices(monkeypatch):
         for row in range(len(rows.queries)):
             blocks = rows.written[rows.out_rows[row], : rows.full[row]].long()
             keys = [keys for keys, _ in self._store.read(blocks, False)][call.place]
-            assert torch.equal(self._index[call.place][blocks], torch.cat((keys.amax(2), keys.amin(2)), -1))
+            assert torch.equal(self._index[call.place][blocks], key_signs(keys))
         read(self, call, rows, table)
         self.__dict__.setdefault("checked", []).append(call.place)
 
     monkeypatch.setattr(Read, "read", compared)
 
 
-@pytest.mark.parametrize("name", ["full", "quest"])
+@pytest.mark.parametrize("name", ["full", "keybound"])
 def test_indexes_are_those_of_the_blocks_as_they_stand(engine, deep, monkeypatch, poisoned, name):
     """Requests come and are preempted, prefixes are hit; freed blocks are NaN."""
-    policy = {"name": "quest", "budget": 224, "buffer": 32, "sink": 32, "recent": 32} if name == "quest" else READ
+    policy = {"name": "keybound", "budget": 224, "buffer": 32, "sink": 32, "recent": 32} if name == "keybound" else READ
     policy = {"name": name, **policy, "read": 160, "dense_layers": 1, "hold": 2}
     server = engine(policy, model=deep, blocks=26, max_model_len=704, max_num_batched_tokens=128)
     check_choices(monkeypatch)
@@ -171,7 +172,7 @@ def test_indexes_are_those_of_the_blocks_as_they_stand(engine, deep, monkeypatch
     while len(ids) < 12 or server.llm.llm_engine.has_unfinished_requests():
         if len(ids) < 12 and rng.random() < 0.4:
             prompt = prefix[: int(rng.choice([0, 96, 200]))] + random_prompt(int(rng.integers(5, 400)), len(ids))
-            extra = {"kv_policy": str(rng.choice(["quest", "sink-window", "keydiff"]))} if name == "quest" else {}
+            extra = {"kv_policy": str(rng.choice(["keybound", "sink-window", "keydiff"]))} if name == "keybound" else {}
             if extra.get("kv_policy") == "sink-window":
                 extra["kv_budget"] = 224
             ids.append(server.add(prompt, max_tokens=int(rng.integers(1, 40)), logprobs=1, extra_args=extra))
@@ -322,7 +323,7 @@ def test_old_names_mean_the_new_fields_and_say_so(caplog):
     said = [record.getMessage() for record in caplog.records]
     assert "KV policy full: in place of select_every write hold; the old name goes with the next release" in said
     assert any("in place of select_sink write nothing: sinks and recent blocks follow read" in each for each in said)
-    dense = KVPolicyConfig.parse({"name": "full", "read": 1024, "hold": 1, "dense_layers": 2})
+    dense = KVPolicyConfig.parse({"name": "full", "read": 1024, "hold": 1, "index": "box", "dense_layers": 2})
     for given in ({}, {"dense_layers": None}, {"select_every": 1}):
         assert KVPolicyConfig.parse({"name": "full", "select": 1024, **given}) == dense
 
@@ -331,13 +332,48 @@ def test_old_names_mean_the_new_fields_and_say_so(caplog):
     "old, new",
     [
         ({"name": "omnikv", "filter_layers": [3]}, {"name": "omnikv", "leaders": [3]}),
-        ({"name": "quest-select", "select": 128}, {"name": "quest-read", "read": 128}),
-        ("quest-select", "quest-read"),
+        ({"name": "quest-select", "select": 128}, {"name": "quest", "read": 128}),
+        ("quest-select", "quest"),
+        ("quest-read", "quest"),
         ({"name": "recycled", "select_every": 3}, {"name": "recycled", "hold": 3}),
     ],
 )
 def test_presets_take_old_names(old, new):
     assert KVPolicyConfig.parse(old) == KVPolicyConfig.parse(new)
+
+
+@pytest.mark.parametrize(
+    "given, name",
+    [
+        ("quest", "full"),
+        ({"name": "quest"}, "full"),
+        ({"name": "quest", "read": 1024, "sink": 64}, "full"),
+        ({"name": "quest", "budget": 512}, "keybound"),
+        ({"name": "quest", "buffer": 64, "read": 1024}, "keybound"),
+        ({"name": "duo", "pattern": ["10"], "retrieval": {"name": "quest", "budget": 512}}, "duo"),
+    ],
+)
+def test_quest_is_the_preset_but_beside_fields_of_eviction(caplog, given, name):
+    """A policy had its name: either way one line of the log says what means what."""
+    for each in (_warn_of_old_name, _warn_of_preset):
+        each.cache_clear()
+    with caplog.at_level("WARNING", logger="vllm.evict"):
+        config = KVPolicyConfig.parse(given)
+    assert config.name == name and (name != "duo" or config.retrieval.name == "keybound")
+    (said,) = [record.getMessage() for record in caplog.records]
+    if name == "full":
+        assert config.index == "box" and "nothing is evicted; the policy that had this name is keybound" in said
+    else:
+        assert "in place of quest write keybound; the old name goes with the next release" in said
+
+
+def test_requests_and_allow_take_the_old_name_of_a_policy():
+    server = KVPolicyConfig.parse({"name": "h2o", "budget": 512, "allow": ["quest"]})
+    assert server.allow == ("keybound",)
+    for name in ("quest", "keybound"):
+        assert server.for_request({"kv_policy": name}, 5000, BLOCK).name == "keybound"
+    own = KVPolicyConfig.parse({"name": "keybound", "budget": 512})
+    assert own.for_request({"kv_policy": "quest"}, 5000, BLOCK) is own
 
 
 @pytest.mark.parametrize(
@@ -374,18 +410,27 @@ def test_sizes_that_nobody_gave_follow_what_is_read(size, read):
 
 def test_requests_of_a_server_that_reads_less_measure_no_attention():
     config = KVPolicyConfig.parse({"name": "sink-window", "read": 1024})
-    assert config.allowed >= {"full", "sink-window", "knorm", "keydiff", "pagedeviction", "quest", "random", "strided"}
+    assert config.allowed >= {
+        "full",
+        "sink-window",
+        "knorm",
+        "keydiff",
+        "pagedeviction",
+        "keybound",
+        "random",
+        "strided",
+    }
     assert not config.allowed & {"h2o", "tova", "snapkv", "rkv", "scissorhands"}
     with pytest.raises(KVPolicyError, match="kv_policy 'h2o' is not enabled here"):
         config.for_request({"kv_policy": "h2o"}, 100, BLOCK)
     assert KVPolicyConfig.parse({"name": "full", "read": 1024}).allowed == {"full"}
 
 
-@pytest.mark.parametrize("name", ["full", "quest", "sink-window"])
+@pytest.mark.parametrize("name", ["full", "keybound", "sink-window"])
 def test_a_request_of_another_policy_reads_as_its_server_does(name):
-    fields = {"read": 512, "hold": 3, "index": "signs", "dense_layers": 1, "leaders": 2}
-    server = KVPolicyConfig.parse({"name": name, "allow": ["full", "quest", "sink-window"], **fields})
-    for other in ("full", "quest", "sink-window"):
+    fields = {"read": 512, "hold": 3, "index": "box", "dense_layers": 1, "leaders": 2}
+    server = KVPolicyConfig.parse({"name": name, "allow": ["full", "keybound", "sink-window"], **fields})
+    for other in ("full", "keybound", "sink-window"):
         own = server.for_request({"kv_policy": other}, 5000, BLOCK)
         assert own.name == other and {field: getattr(own, field) for field in fields} == fields
         assert own.read_blocks(BLOCK)[0] == server.read_blocks(BLOCK)[0]

@@ -396,7 +396,7 @@ ALIBI = {
 
 
 @pytest.mark.parametrize("kind", ALIBI)
-@pytest.mark.parametrize("policy", [H2O, UNMEASURED, {**H2O, "name": "keydiff"}, "quest"], ids=str)
+@pytest.mark.parametrize("policy", [H2O, UNMEASURED, {**H2O, "name": "keydiff"}, "keybound"], ids=str)
 def test_policies_that_evict_are_refused_with_alibi_before_anything_is_loaded(tmp_path, kind, policy):
     """Over holes biases would count other distances than those of the text. `full` leaves the others to no request."""
     model = with_config(tmp_path, **ALIBI[kind])

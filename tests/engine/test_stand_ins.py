@@ -344,12 +344,13 @@ def verified(batch):
         batch.input_ids, batch.positions, batch.logits_indices, batch.expanded_idx_mapping, batch.expanded_local_pos,
         batch.prefill_lens,
     )  # fmt: skip
+    batch.logits *= 10  # so that requests that sample accept some drafts, too
     best = batch.logits.argmax(1).int()
     right = torch.rand(batch.num_logits, generator=batch.random) < 0.7
-    proposed = torch.where(right & (drafts >= 0), best.roll(1), drafts)
+    proposed = torch.where(right, best.roll(1), drafts)
     tokens, numbers = rejection_sampler_utils.rejection_sample(
         batch.logits, None, proposed, batch.cu_num_logits, at, batch.idx_mapping, batch.expanded_idx_mapping,
-        batch.expanded_local_pos, torch.zeros(PLACES), batch.seeds, batch.drafts,
+        batch.expanded_local_pos, batch.temperature, batch.seeds, batch.drafts,
     )  # fmt: skip
     flat = torch.zeros(batch.num_logits, dtype=torch.int64)
     rejection_sampler._flatten_sampled_kernel[(batch.requests,)](

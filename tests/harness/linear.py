@@ -3,6 +3,7 @@
 Layers, states' pages and indices, metadata, block tables and the path of the latents are vLLM's own.
 """
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from engine import V2, _register_kernels_once
@@ -125,13 +126,12 @@ def take_steps(metadata, mixed_qkv, inputs, states, conv1d, parts, out):
         # Of a row with drafts slot t has the state after its token t, and slot 0 all inputs.
         kept, state = inputs[slots[0], :, accepted - 1 :][:, :before].T, states[slots[accepted - 1]]
         seen = torch.cat([kept if known else torch.zeros_like(kept), mixed_qkv[tokens]])
-        state = state.clone() if known else torch.zeros_like(state)
+        state = state if known else torch.zeros_like(state)
         convolved = F.silu((seen.unfold(0, before + 1, 1) * weight).sum(-1))
         given = parts(tokens, convolved)
-        for at in range(len(tokens) if len(slots) > 1 else 1):
-            some = slice(at, at + 1) if len(slots) > 1 else slice(None)
-            out[tokens[some]], state = delta(*(each[some] for each in given), state)
-            states[slots[min(at, len(slots) - 1)]] = state
+        out[tokens], after = delta(*given, state)
+        after = after if len(slots) > 1 else after[-1:]
+        states[slots[: len(after)]] = after
         seen = seen[1:] if len(slots) > 1 else seen[-before:]
         inputs[slots[0], :, : len(seen)] = seen.T
 
@@ -222,24 +222,35 @@ def fused_kda_gate(g, A, head_k_dim, g_bias=None, lower_bound=None):
 
 
 def delta(q, k, v, g, beta, state):
-    """Tokens of one request: q, k, v and g [T, H, D], beta [T, H], state [H, D, D]; returns output and state."""
+    """Tokens of one request: q, k, v and g [T, H, D], beta [T, H], state [H, D, D]; returns outputs, and the state after
+    each token, [T, H, D, D].
+
+    One token after the other, by numpy: tiny operations of torch take several times as long.
+    """
     q, k = (F.normalize(x.float(), dim=-1, eps=0) for x in (q, k))
-    outs = []
-    for each, key, value, gate, rate in zip(q * q.shape[-1] ** -0.5, k, v.float(), g, beta):
-        state = state * gate.exp()[..., None]
-        error = (value - (key[:, None] @ state)[:, 0]) * rate[:, None]
-        state = state + key[..., None] * error[:, None]
-        outs.append((each[:, None] @ state)[:, 0])
-    return torch.stack(outs).to(v.dtype), state
+    given = (
+        (q * q.shape[-1] ** -0.5)[:, :, None],
+        k[:, :, None],
+        v[:, :, None],
+        g.exp()[..., None],
+        beta[..., None, None],
+    )
+    given, state = [each.float().numpy() for each in given], state.float().numpy()
+    outs, states = np.empty(given[2].shape, np.float32), np.empty((len(q), *state.shape), np.float32)
+    for at, (query, key, value, gate, rate) in enumerate(zip(*given)):
+        state = state * gate
+        state += key.swapaxes(1, 2) * ((value - key @ state) * rate)
+        outs[at], states[at] = query @ state, state
+    return torch.from_numpy(outs[:, :, 0]).to(v.dtype), torch.from_numpy(states)
 
 
 def chunk_kda(q, k, v, g, beta, initial_state, cu_seqlens, **how):
     """Chunks of prompts, one after the other in the second dimension; initial_state [R, H, D, D]."""
     outs, states, starts = [], [], cu_seqlens.tolist()
     for first, last, state in zip(starts, starts[1:], initial_state):
-        out, state = delta(*(x[0, first:last] for x in (q, k, v, g, beta)), state)
+        out, after = delta(*(x[0, first:last] for x in (q, k, v, g, beta)), state)
         outs.append(out)
-        states.append(state)
+        states.append(after[-1])
     return torch.cat(outs)[None], torch.stack(states)
 
 

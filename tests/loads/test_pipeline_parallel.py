@@ -11,7 +11,7 @@ from workers import Workers, forking
 #: What requests ask for on the servers below.
 POLICIES = (
     *("sink-window", "strided", "random", "h2o", "tova", "snapkv", "scissorhands"),
-    *("knorm", "keydiff", "pagedeviction", "rkv", "quest"),
+    *("knorm", "keydiff", "pagedeviction", "rkv", "keybound"),
 )
 SERVER = {"name": "h2o", "budget": 160, "buffer": 32, "sink": 32, "recent": 64, "layers": "mean", "allow": [*POLICIES]}
 #: A step computes a whole prompt: then a request's steps are the same however many are in flight.

@@ -10,7 +10,7 @@ from test_read import READ as BLOCKS
 pytestmark = pytest.mark.minutes
 
 
-@pytest.mark.parametrize("name, kv_heads", [("leaders", 2), ("listed", 2), ("quest", 2), ("full", 1)])
+@pytest.mark.parametrize("name, kv_heads", [("leaders", 2), ("listed", 2), ("keybound", 2), ("full", 1)])
 def test_answers_are_those_of_a_dense_model_whose_ranks_choose(ranked_engine, tmp_path, name, kv_heads):
     """Freed blocks are NaN. With one KV head both ranks have it, and choose for queries of their own."""
     fields, model = CASES[name], make_tiny_llama(tmp_path, layers=5, kv_heads=kv_heads)

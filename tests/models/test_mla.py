@@ -23,7 +23,7 @@ H2O = {"name": "h2o", **SIZES}
 #: Policies that the requests of one batch run under.
 POLICIES = (
     *("sink-window", "strided", "random", "keydiff", "knorm", "pagedeviction"),
-    *("h2o", "tova", "snapkv", "rkv", "scissorhands", "quest"),
+    *("h2o", "tova", "snapkv", "rkv", "scissorhands", "keybound"),
 )
 pytestmark = pytest.mark.since("0.32", "its FLASH_ATTN_MLA can't be imported without CUDA", kind="FLASH_ATTN_MLA")
 
@@ -131,7 +131,7 @@ def test_chunks_of_a_prompt_see_what_is_left_and_later_requests_hit_pure_blocks(
 @pytest.mark.oracle("latents")
 @pytest.mark.both_runners
 def test_layers_reach_blocks_of_the_host(engine, truths, chunks, poisoned):
-    """By boxes of latent keys, and absorbed queries; chunks of prompts read staged context."""
+    """By signs of latent keys, and absorbed queries; chunks of prompts read staged context."""
     folder, _ = truths()
     test_reach.check_classes(engine, DenseAbsorbed(folder), BLOCK, model=folder, attention_backend="CPU_MLA")
 
@@ -246,7 +246,7 @@ def test_layers_reach_blocks_of_the_host_on_a_device(engine, on_device, truths, 
 def test_scores_on_a_device_evict_what_those_of_a_cpu_evict(engine, truths, on_device, poisoned, backend):
     """Chunks of prompts beside decodes, under all policies that measure attention; freed blocks are full of NaN."""
     folder, model = truths()
-    names = ("h2o", "tova", "snapkv", "rkv", "scissorhands", "quest")
+    names = ("h2o", "tova", "snapkv", "rkv", "scissorhands", "keybound")
     prompts = [random_prompt(length, length) for length in (130, 105, 110, 115, 120, 125)]
     asked = [{"max_tokens": 3, "logprobs": 0, "extra_args": {"kv_policy": name}} for name in names]
     asked[0]["max_tokens"] = 18  # decides again

@@ -90,7 +90,7 @@ def test_a_host_block_has_the_heads_of_all_layers(serve, poisoned):
 def test_requests_may_pick_every_policy_of_the_default_allow(serve, poisoned):
     server = serve({**H2O, "granularity": "token"})
     names = sorted(server.scheduler.kv_policy.allowed - {"full"})
-    assert {"scissorhands", "keydiff", "rkv", "quest", "pagedeviction"} < set(names)
+    assert {"scissorhands", "keydiff", "rkv", "keybound", "pagedeviction"} < set(names)
     for seed, name in enumerate(names):
         server.add(random_prompt(420, seed), name, max_tokens=8, logprobs=0, extra_args={"kv_policy": name})
     for output in server.run().values():

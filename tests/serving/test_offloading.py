@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_sh
 from vllm.v1.core.kv_cache_utils import get_block_hash
 from vllm.v1.kv_offload.base import get_offload_block_hash
 
-from vllm_evict.compute.kernels.bounds import key_bounds
+from vllm_evict.compute.kernels.signs import key_signs
 from vllm_evict.compute.reach import Reach
 from vllm_evict.integration.engine.reaching import Reaching
 
@@ -167,7 +167,7 @@ def test_what_is_stored_is_what_stock_vllm_computes(offloads, stock, kind, granu
 
 
 def assert_indexed(server):
-    """In the first layer the index has boxes of all full blocks of running requests, those that were loaded too."""
+    """In the first layer the index has signs of all full blocks of running requests, those that were loaded too."""
     reach = part_of(server.runtime, Reach)
     for request in server.scheduler.running:
         table, on_host = (
@@ -177,7 +177,7 @@ def assert_indexed(server):
         full = range(request.num_computed_tokens // BLOCK)
         blocks = torch.tensor([table[index].block_id for index in full if index not in on_host], dtype=torch.int64)
         keys, _ = next(iter(reach._store.read(blocks, False)))
-        assert torch.equal(key_bounds(keys), reach._index[0][blocks])
+        assert torch.equal(key_signs(keys), reach._index[0][blocks])
 
 
 @pytest.mark.parametrize("kind", ["offloading", "simple"])

@@ -24,8 +24,9 @@ PRESETS = {
     "h2o-mean",
     "h2o-pressure",
     "infllm",
+    "lserve",
     "omnikv",
-    "quest-read",
+    "quest",
     "reach",
     "recycled",
     "snapkv-whole",
@@ -176,9 +177,17 @@ def test_the_packages_are_those_of_the_extra():
 
 def test_presets_are_the_files_of_configs_that_no_policy_is_called_after():
     files = {path.stem: path for path in (ROOT / "configs").glob("*.yaml")}
-    assert set(presets()) == PRESETS == files.keys() - POLICIES.keys() - {"duo-lserve", "duo-needle"}
-    for name in PRESETS:
+    assert set(presets()) == PRESETS == files.keys() - POLICIES.keys() - {"duo-needle"}
+    for name in PRESETS - {"lserve"}:
         assert KVPolicyConfig.parse(name) == KVPolicyConfig.parse(files[name]) != KVPolicyConfig.parse("h2o")
+
+
+def test_lserve_takes_gates_of_the_model():
+    config = KVPolicyConfig.parse({"name": "lserve", "gates": str(ROOT / "configs/heads/needle")})
+    assert (config.name, config.sparsity, config.sink, config.recent) == ("duo", 0.5, 128, 256)
+    assert (config.retrieval.read, config.retrieval.index, config.retrieval.hold) == (4096, "box", 4)
+    with pytest.raises(KVPolicyError, match="lserve.yaml: policy 'duo' needs gates: the path of a file"):
+        KVPolicyConfig.parse("lserve")
 
 
 def test_a_policys_name_is_the_policy(tmp_path, monkeypatch):

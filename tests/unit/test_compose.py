@@ -35,7 +35,7 @@ PARTS = {
     "keys by token": ({"name": "keydiff", **SMALL, "granularity": "token"}, "Source", "CachedStatistics", "Compactor"),
     "keys": ({"name": "keydiff", **SMALL}, "Source", "CachedStatistics", ""),
     "both": ({"name": "rkv", **SMALL}, "Source", "BlockMass CachedStatistics", ""),
-    "quest": ({"name": "quest", **SMALL}, "Source", "LastQuery", ""),
+    "keybound": ({"name": "keybound", **SMALL}, "Source", "LastQuery", ""),
     "prompts": (
         {"name": "kvzip", **SMALL, "granularity": "token"},
         "Source",

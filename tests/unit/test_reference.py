@@ -24,7 +24,7 @@ SIZE, HEADS, KV_HEADS, DIM, LAYERS, TOKENS = 16, 6, 2, 32, 2, 194
 STEPS = [70, 45, 30] + [1] * 49
 BASE = {"budget": 96, "buffer": 32, "sink": 16, "recent": 20}
 WINDOW = 12
-SCORED = ["h2o", "tova", "snapkv", "scissorhands", "rkv", "knorm", "keydiff", "pagedeviction", "quest"]
+SCORED = ["h2o", "tova", "snapkv", "scissorhands", "rkv", "knorm", "keydiff", "pagedeviction", "keybound"]
 
 
 def local(values, maximise):
@@ -144,7 +144,7 @@ def by_paper(name, served, index, resident):
         "knorm": lambda: papers.knorm(layers, blocks),
         "keydiff": lambda: papers.keydiff(layers, blocks, resident),
         "pagedeviction": lambda: papers.pagedeviction(layers, blocks),
-        "quest": lambda: papers.quest(layers, SIZE, resident, n - 1, index),
+        "keybound": lambda: papers.keybound(layers, SIZE, resident, n - 1, index),
     }[name]()
 
 

@@ -54,8 +54,9 @@ class Read(Reach):
 
     def _rows(self, batch: StepBatch) -> tuple[np.ndarray, np.ndarray]:
         if self._of_batch[0] is not batch:
-            before = batch.resident_tokens - batch.queries - (0 if batch.slack is None else batch.slack)
-            less = self._config.reads_less(batch.decodes, before, self.block_size)
+            tokens = batch.queries if batch.verified is None else batch.verified
+            held = batch.resident_tokens - (batch.queries - tokens) - (0 if batch.slack is None else batch.slack)
+            less = self._config.reads_less(tokens, held, self.block_size)
             self._of_batch = batch, np.flatnonzero(less)
         return self._of_batch[1], np.zeros(0, np.int64)
 

@@ -150,7 +150,7 @@ READ = (
     Option(
         "index",
         Literal["signs", "box"],
-        "box",
+        "signs",
         "with `read`: what layers choose blocks by; `signs`, a bit for each dimension of each key and a scale for each "
         "token; `box`, the least and the largest value of each dimension",
     ),

@@ -64,11 +64,12 @@ class Requests(Frozen):
         if not isinstance(usage, (bool, int, float)) or usage not in (0, 1):
             raise KVPolicyError(f"kv_usage must be true or false (1 or 0), not {shown(usage)}")
         name = extra_args.get("kv_policy", self.name)
-        if policy_named(name).name not in self.allowed:
+        if (own := policy_named(name).name) not in self.allowed:
             raise KVPolicyError(
                 f"kv_policy {name!r} is not enabled here: {instead(name, self.allowed)}; the server's "
                 "field allow may name others"
             )
+        name = own
         sizes = {field: _number(field, extra_args[field]) for field in REQUEST_SIZES if field in extra_args}
         if not sizes and name == self.name:
             return self

@@ -7,14 +7,18 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, Literal
 
+from .allocators import ALLOCATION
 from .errors import KVPolicyError, shown
-from .options import Option, text, whole
+from .fields import KEEPING
+from .options import Option, names_of, text, whole
+from .registry import REGISTRY
 
 logger = logging.getLogger("vllm.evict")
 
 NONE: Mapping[str, str] = MappingProxyType({})
-#: Old names of presets and fields -> new ones.
-OLD_PRESETS = {"quest-select": "quest-read"}
+#: Old names of presets, policies and fields -> new ones. The old name of a policy may be that of a preset now.
+OLD_PRESETS = {"quest-select": "quest", "quest-read": "quest"}
+OLD_POLICIES = {"quest": "keybound"}
 OLD_NAMES = {
     "select": "read",
     "select_every": "hold",
@@ -23,6 +27,8 @@ OLD_NAMES = {
     "select_recent": "recent",
     "filter_layers": "leaders",
 }
+#: Fields by which the old name of a policy is told from the preset of that name, which evicts nothing.
+OF_EVICTION = names_of((*KEEPING, *ALLOCATION)) - {"sink", "recent"}
 #: Fields without effect.
 RETIRED = (
     Option("host_path", text | None, None, ""),
@@ -42,10 +48,20 @@ TAKEN = (
 
 
 def preset_of(name: str) -> str:
-    """Return the name that a preset has now; log it once a process."""
+    """Return the name that a preset has now; log it, or that a policy had the name, once a process."""
+    if (new := OLD_POLICIES.get(name)) is not None:
+        _warn_of_preset(name, new)
     if (new := OLD_PRESETS.get(name)) is None:
         return name
     _warn_of_old_name("preset", name, new)
+    return new
+
+
+def policy_of(name: str) -> str:
+    """Return the name that a policy has now; log it once a process. A policy that is there has its name."""
+    if name in REGISTRY or (new := OLD_POLICIES.get(name)) is None:
+        return name
+    _warn_of_old_name("KV policy", name, new)
     return new
 
 
@@ -64,6 +80,8 @@ def with_new_names(policy: str, fields: Mapping[str, Any], renamed: Mapping[str,
     if kept.get("select") and kept.get("evict") != "host":  # defaults that were others
         if "select_every" not in kept:
             kept.setdefault("hold", 1)
+        if "select_bounds" not in kept:
+            kept.setdefault("index", "box")
         if kept.get("dense_layers") is None:
             kept.pop("dense_layers", None)
             kept |= {} if kept.get("filter_layers") else {"dense_layers": 2}
@@ -132,6 +150,15 @@ def as_full(config: Any) -> dict[str, Any]:
 @cache
 def _warn_of_old_name(where: str, old: str, new: str) -> None:
     logger.warning("%s: in place of %s write %s; the old name goes with the next release", where, old, new)
+
+
+@cache
+def _warn_of_preset(name: str, policy: str) -> None:
+    logger.warning(
+        "%s is a preset, in which decodes read less and nothing is evicted; the policy that had this name is %s",
+        name,
+        policy,
+    )
 
 
 @cache

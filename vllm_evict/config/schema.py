@@ -13,7 +13,7 @@ from .groups import Groups
 from .options import Option, names_of
 from .registry import REGISTRY
 from .request import Requests
-from .retired import as_full, with_new_names, without_retired
+from .retired import as_full, policy_of, with_new_names, without_retired
 from .sizes import SMALLEST_BLOCK, Sizes
 from .sources import completed, policy_named, read
 
@@ -76,6 +76,7 @@ class KVPolicyConfig(Sizes, Groups, Requests):
         try:
             fields = policy.complete(fields)
             values = _validated(known, fields)
+            values["allow"] = values["allow"] and tuple(map(policy_of, values["allow"]))
             if policy.window_is_the_budget and values["budget"] is not None and "recent" not in fields:
                 values["recent"] = 0
             vars(self).update(policy.fixed, **values, name=policy.name, given=frozenset(fields))

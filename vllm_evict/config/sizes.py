@@ -194,15 +194,14 @@ class Sizes(Frozen):
             sinks = min(sinks, max(blocks // SHARES["sink"], 1))
         return max(blocks, sinks + recent + choice), sinks, recent
 
-    def reads_less(self: C, decodes: Any, before: Any, block_size: int) -> Any:
-        """Return whether a step reads a part of what a request has on the device: it decodes, and `read` is less.
+    def reads_less(self: C, tokens: Any, held: Any, block_size: int) -> Any:
+        """Return whether a step reads a part of what a request has on the device: `read` is less, and it decodes.
 
         Args:
-            decodes: whether the step computes one token of the request, and drafts or none after it: bool, or of
-                several requests bool [R].
-            before: resident tokens before those of the step, int or int [R].
+            tokens: that the step computes of the request, int; or of several requests, int array.
+            held: resident tokens, those of the step included; as `tokens`.
         """
-        return decodes & (before >= self.read_blocks(block_size)[0] * block_size) if self.sparse else False
+        return (tokens == 1) & (held > self.read_blocks(block_size)[0] * block_size) if self.sparse else False
 
     def room(self: C, limits: Limits, block_size: int) -> tuple[int, int]:
         """Return the blocks of a request's room, where blocks of the host come to be read, and its recent blocks.

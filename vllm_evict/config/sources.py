@@ -10,7 +10,7 @@ import yaml
 
 from .errors import KVPolicyError, instead, place, shown
 from .registry import REGISTRY
-from .retired import preset_of, with_new_names
+from .retired import OF_EVICTION, OLD_POLICIES, policy_of, preset_of, with_new_names
 
 PACKAGE = Path(__file__).parents[1]
 #: Folder of preset files: inside the package in a wheel, without presets that name a file of gates; beside it in a
@@ -66,9 +66,14 @@ def read(text: str) -> tuple[Any, str]:
 
 
 def completed(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Fill in the fields of a preset that `name` names; the given ones win."""
+    """Fill in the fields of a preset that `name` names; the given ones win.
+
+    Beside fields of eviction the old name of a policy stays one, though a preset has it now.
+    """
     name = fields.get("name")
-    if not isinstance(name, str) or (name := preset_of(name)) not in presets():
+    if not isinstance(name, str) or name in REGISTRY or (name in OLD_POLICIES and OF_EVICTION & fields.keys()):
+        return fields
+    if (name := preset_of(name)) not in presets():
         return fields
     preset, _ = read(name)
     return {**preset, **with_new_names(preset["name"], fields), "name": preset["name"]}
@@ -101,5 +106,5 @@ def path_of(text: str | Path) -> Path:
 
 
 def policy_named(name: object) -> Any:
-    """Return the policy of this name. Raises KVPolicyError as `Registry.named`."""
-    return REGISTRY.named(name, presets)
+    """Return the policy of this name, or of this old name. Raises KVPolicyError as `Registry.named`."""
+    return REGISTRY.named(policy_of(name) if isinstance(name, str) else name, presets)

@@ -184,9 +184,9 @@ class RequestBlocks:
         Tokens of a step that attends to a part of the resident ones are not pure, nor are those that see them later.
         `tokens` are verified ones, without drafts.
         """
-        decodes, before = tokens == 1, first - self.holes * self.block_size
-        reaches = self.config.reaches and decodes and self.holes > 0
-        if self.pure_tokens is None and (reaches or self.config.reads_less(decodes, before, self.block_size)):
+        held = first + tokens - self.holes * self.block_size
+        reaches = self.config.reaches and tokens == 1 and self.holes > 0
+        if self.pure_tokens is None and (reaches or self.config.reads_less(tokens, held, self.block_size)):
             self.pure_tokens = first
 
     def held(self, blocks: int) -> int:

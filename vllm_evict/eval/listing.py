@@ -9,6 +9,7 @@ from ..config.allocators import ALLOCATION
 from ..config.fields import KEEPING, MASS, PER_TOKEN, READ
 from ..config.options import names_of
 from ..config.sizes import SHARES
+from ..config.sources import read
 from ..policies import POLICIES
 
 
@@ -26,9 +27,9 @@ def show_all(console: Console) -> None:
     console.print(table)
     table = _table("preset", "policy", "fields that differ from the policy's own")
     for preset, path in presets().items():
-        config = KVPolicyConfig.parse(path)
-        own = KVPolicyConfig.parse(config.name).effective()
-        _add(table, preset, config.name, ", ".join(f"{k}={v}" for k, v in config.effective().items() if v != own[k]))
+        fields, _ = read(str(path))
+        own = {"name": fields["name"], **POLICIES[fields["name"]].defaults}
+        _add(table, preset, fields["name"], ", ".join(f"{k}={v}" for k, v in fields.items() if v != own[k]))
     console.print(table)
 
 

@@ -26,13 +26,13 @@ from .duo import Duo
 from .fastgen import FastGen
 from .full import Full
 from .h2o import H2O
+from .keybound import KeyBound
 from .keydiff import KeyDiff
 from .knorm import KNorm
 from .kvzip import KVzip
 from .outside import add_from_outside
 from .pagedeviction import PagedEviction
 from .pyramidkv import PyramidKV
-from .quest import Quest
 from .random import Random
 from .rkv import RKV
 from .scissorhands import Scissorhands
@@ -42,7 +42,7 @@ from .strided import Strided
 from .tova import TOVA
 
 for _policy in (
-    Full, SinkWindow, Strided, H2O, Scissorhands, TOVA, SnapKV, KVzip, RKV, KNorm, KeyDiff, PagedEviction, Quest,
+    Full, SinkWindow, Strided, H2O, Scissorhands, TOVA, SnapKV, KVzip, RKV, KNorm, KeyDiff, PagedEviction, KeyBound,
     Random, Duo, PyramidKV, AdaKV, FastGen,
 ):  # fmt: skip
     REGISTRY.add(_policy())

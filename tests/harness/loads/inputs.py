@@ -25,7 +25,7 @@ import numpy as np
 
 NAMES = [
     *("full", "sink-window", "strided", "h2o", "scissorhands", "tova", "snapkv", "kvzip", "rkv", "knorm", "keydiff"),
-    *("pagedeviction", "quest", "random", "duo", "pyramidkv", "adakv", "fastgen"),
+    *("pagedeviction", "keybound", "random", "duo", "pyramidkv", "adakv", "fastgen"),
 ]
 WHOLE = 1 << 31
 LONGEST = 10_000_000

@@ -66,7 +66,7 @@ class Config:
 
 POLICIES = (
     "full", "sink-window", "strided", "h2o", "scissorhands", "tova", "snapkv", "rkv", "knorm", "keydiff",
-    "pagedeviction", "quest", "random", "kvzip",
+    "pagedeviction", "keybound", "random", "kvzip",
 )  # fmt: skip
 
 REDUCE = {
@@ -301,7 +301,7 @@ class Request:
             return self.by_keys(lambda k, v: -k.norm(dim=1))
         if config.policy == "pagedeviction":
             return self.by_keys(lambda k, v: v.norm(dim=1) / k.norm(dim=1))
-        if config.policy == "quest":
+        if config.policy == "keybound":
             return self.by_bounds()
         if config.policy == "keydiff":
             return self.by_keys(lambda k, v: -cosine(k, unit(k).mean(0, keepdim=True))[:, 0])

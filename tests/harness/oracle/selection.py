@@ -37,7 +37,7 @@ class Chooser:
         sink,
         recent,
         hold=8,
-        index="box",
+        index="signs",
         dense_layers=0,
         leaders=1,
         fetch=0,

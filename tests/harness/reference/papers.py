@@ -67,7 +67,7 @@ def pagedeviction(layers, blocks):
     ]
 
 
-def quest(layers, size, resident, query, blocks):
+def keybound(layers, size, resident, query, blocks):
     """Tang et al. 2024: the softmax over pages of the least upper bound of a query's product with a page's keys.
 
     blocks: the numbers of the blocks that are judged; all resident ones, the newest included, share the softmax.

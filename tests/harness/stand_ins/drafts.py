@@ -1,8 +1,9 @@
-"""Stand-ins for kernels that propose drafts and verify them; of rejections those of requests that do not sample."""
+"""Stand-ins for kernels that propose drafts and verify them; of rejections those of drafters that keep no logits."""
 
 import numpy as np
 
 from .registry import memory, rows, stands_for
+from .sampling import F32, gumbel, uniform
 
 
 @stands_for("gpu.spec_decode.ngram.speculator", "_ngram_scan_kernel", "fa93e62f6df3")
@@ -139,18 +140,22 @@ def compute_local_logits_stats(
     target_logits, target_logits_stride, draft_logits, draft_logits_stride_0, draft_logits_stride_1, expanded_idx_mapping,
     expanded_local_pos, temp, vocab_size, num_speculative_steps, BLOCK_SIZE, HAS_DRAFT_LOGITS,
 ):  # fmt: skip
-    count, blocks = grid
-    requests = memory(expanded_idx_mapping)[:count]
-    if memory(temp)[requests].any() or target_logits.element_size() != 4:
+    if HAS_DRAFT_LOGITS or target_logits.element_size() != 4:
         return NotImplemented
+    count, blocks = grid
     drafted = memory(expanded_local_pos)[:count] < num_speculative_steps
-    values = np.full((count, blocks * BLOCK_SIZE), -np.inf, np.float32)
+    values = np.full((count, blocks * BLOCK_SIZE), -np.inf, F32)
     values[:, :vocab_size] = rows(target_logits, count, target_logits_stride, vocab_size)
-    values = values.reshape(count, blocks, BLOCK_SIZE)[drafted]
-    if len(values):
-        best = np.nanargmax(values, axis=-1) + np.arange(blocks) * BLOCK_SIZE
-        rows(target_local_argmax, count, target_local_argmax_stride, blocks)[drafted] = best
-        rows(target_local_max, count, target_local_max_stride, blocks)[drafted] = np.nanmax(values, axis=-1)
+    values = values.reshape(count, blocks, BLOCK_SIZE)
+    largest = np.nanmax(values, axis=-1)
+    rows(target_local_max, count, target_local_max_stride, blocks)[drafted] = largest[drafted]
+    samples = memory(temp)[memory(expanded_idx_mapping)[:count]] != 0
+    best = np.nanargmax(values[drafted & ~samples], axis=-1) + np.arange(blocks) * BLOCK_SIZE
+    rows(target_local_argmax, count, target_local_argmax_stride, blocks)[drafted & ~samples] = best
+    totals = rows(target_local_sumexp, count, target_local_sumexp_stride, blocks)
+    for token, block in np.argwhere((drafted & samples)[:, None] & (largest > -np.inf)):
+        totals[token, block] = np.sum(np.exp(values[token, block] - largest[token, block]))
+    totals[(drafted & samples)[:, None] & (largest == -np.inf)] = 0
 
 
 @stands_for("gpu.spec_decode.rejection_sampler_utils", "_rejection_kernel", "63b14232c08c")
@@ -163,25 +168,44 @@ def rejection(
     local_residual_mass_stride, vocab_num_blocks, PADDED_VOCAB_NUM_BLOCKS, HAS_DRAFT_LOGITS, SYNTHETIC_MODE,
     USE_BLOCK_VERIFICATION,
 ):  # fmt: skip
-    count = grid[0]
-    requests = memory(idx_mapping)[:count]
-    if memory(temp)[requests].any() or SYNTHETIC_MODE:
+    if HAS_DRAFT_LOGITS or SYNTHETIC_MODE or USE_BLOCK_VERIFICATION or target_logits.element_size() != 4:
         return NotImplemented
+    count = grid[0]
     firsts, drafts = memory(cu_num_logits)[: count + 1].tolist(), memory(draft_sampled).tolist()
     maxima = rows(target_local_max, firsts[-1], target_local_max_stride, vocab_num_blocks)
     tokens = rows(target_local_argmax, firsts[-1], target_local_argmax_stride, vocab_num_blocks)
-    out = memory(sampled)
-    for row in range(count):
+    temperatures, seeds, positions = memory(temp), memory(seed), memory(pos)
+    out, totals = memory(sampled), memory(target_rejected_logsumexp)
+    totals[:count], memory(draft_rejected_logsumexp)[:count] = 0, 0
+    for row, request in enumerate(memory(idx_mapping)[:count].tolist()):
         accepted = 0
         for logit in range(firsts[row], firsts[row + 1] - 1):
-            block = np.where(np.isnan(maxima[logit]), -np.inf, maxima[logit]).argmax()
-            target = out[row * sampled_stride + accepted] = tokens[logit, block]
-            if target != drafts[logit + 1]:
+            draft = drafts[logit + 1]
+            if temperatures[request] == 0:
+                block = np.where(np.isnan(maxima[logit]), -np.inf, maxima[logit]).argmax()
+                token = tokens[logit, block]
+                right = token == draft
+            elif draft < 0:
+                break
+            else:
+                token = draft
+                totals[row] = _log_sum(
+                    maxima[logit], target_local_sumexp, logit * target_local_sumexp_stride, PADDED_VOCAB_NUM_BLOCKS
+                )
+                share = memory(target_logits)[logit * target_logits_stride + draft] - totals[row]
+                right = share > np.log(uniform(int(seeds[request]), int(positions[logit])))
+            out[row * sampled_stride + logit - firsts[row]] = token
+            if not right:
                 break
             accepted += 1
         memory(rejected_steps)[row] = accepted
-    memory(target_rejected_logsumexp)[:count] = 0
-    memory(draft_rejected_logsumexp)[:count] = 0
+
+
+def _log_sum(maxima, sums, first, padded):
+    """Return the logarithm of the sum of a row's exponentials, of which blocks have sums below their maxima."""
+    largest, exponentials = maxima.max(), np.zeros(padded, F32)
+    exponentials[: len(maxima)] = memory(sums)[first : first + len(maxima)] * np.exp(maxima - largest)
+    return largest + np.log(np.sum(exponentials))
 
 
 @stands_for("gpu.spec_decode.rejection_sampler_utils", "_resample_kernel", "616c214cb25a")
@@ -193,21 +217,29 @@ def resample(
     watermark_key_1, vocab_size, BLOCK_SIZE, HAS_DRAFT_LOGITS, USE_FP64, USE_BLOCK_VERIFICATION, CONTEXT_WIDTH, WATERMARK,
     DEDUPLICATE_CONTEXTS,
 ):  # fmt: skip
-    count, blocks = grid
-    firsts = memory(cu_num_logits)[: count + 1].astype(np.int64)
-    chosen = firsts[:-1] + memory(rejected_step)[:count]
-    requests = memory(expanded_idx_mapping)[chosen]
-    if memory(temp)[requests].any() or USE_FP64 or WATERMARK or target_logits.element_size() != 4:
+    if HAS_DRAFT_LOGITS or USE_FP64 or WATERMARK or target_logits.element_size() != 4:
         return NotImplemented
-    bonus = np.flatnonzero(chosen == firsts[1:] - 1)
-    if len(bonus):
-        values = np.full((len(bonus), blocks * BLOCK_SIZE), -np.inf, np.float32)
-        logits = rows(target_logits, int(firsts[-1]), target_logits_stride, vocab_size)
-        values[:, :vocab_size] = logits[chosen[bonus]]
-        values = values.reshape(-1, blocks, BLOCK_SIZE)
-        best = np.nanargmax(values, axis=-1) + np.arange(blocks) * BLOCK_SIZE
-        rows(resampled_local_argmax, count, resampled_local_argmax_stride, blocks)[bonus] = best
-        rows(resampled_local_max, count, resampled_local_max_stride, blocks)[bonus] = np.nanmax(values, axis=-1)
+    count, blocks = grid
+    firsts, steps = memory(cu_num_logits)[: count + 1].tolist(), memory(rejected_step)
+    requests, drafts = memory(expanded_idx_mapping), memory(draft_sampled)
+    temperatures, seeds, positions = memory(temp), memory(seed), memory(pos)
+    logits = rows(target_logits, firsts[-1], target_logits_stride, vocab_size)
+    tokens = rows(resampled_local_argmax, count, resampled_local_argmax_stride, blocks)
+    maxima = rows(resampled_local_max, count, resampled_local_max_stride, blocks)
+    values = np.full(blocks * BLOCK_SIZE, -np.inf, F32)
+    for row in range(count):
+        token = firsts[row] + int(steps[row])
+        request, bonus = requests[token], token == firsts[row + 1] - 1
+        if temperatures[request] == 0 and not bonus:
+            continue
+        values[:vocab_size] = logits[token]
+        if not bonus and drafts[token + 1] >= 0:
+            values[drafts[token + 1]] = -np.inf
+        if temperatures[request] != 0:
+            values[:vocab_size] += gumbel(int(seeds[request]), int(positions[token]), vocab_size)
+        each = values.reshape(blocks, BLOCK_SIZE)
+        tokens[row] = np.nanargmax(each, axis=-1) + np.arange(blocks) * BLOCK_SIZE
+        maxima[row] = np.nanmax(each, axis=-1)
 
 
 @stands_for("gpu.spec_decode.rejection_sampler_utils", "_insert_resampled_kernel", "d6a290f3be4d")

@@ -64,6 +64,17 @@ def gumbel(seed: int, position: int, count: int) -> np.ndarray:
     return -np.log(-np.where(uniform < F32(0.25), -uniform * polynomial, direct))
 
 
+def uniform(seed: int, position: int) -> np.float32:
+    """Return Triton's `rand` of a seed at an offset: ten rounds of Philox, as a number above 0 and below 1."""
+    word, smallest = (1 << 32) - 1, F32(4.6566127342e-10)
+    c0, c1, c2, c3, k0, k1 = position & word, position >> 32 & word, 0, 0, seed & word, seed >> 32 & word
+    for _ in range(10):
+        left, right = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = right >> 32 ^ c1 ^ k0, right & word, left >> 32 ^ c3 ^ k1, left & word
+        k0, k1 = k0 + 0x9E3779B9 & word, k1 + 0xBB67AE85 & word
+    return max(F32(c0 if c0 < 1 << 31 else word - c0) * smallest, smallest)
+
+
 def _hashes(seed, position, offsets):
     """Return MurmurHash3 of (seed, position, offset) for each offset: [offsets], uint32."""
     mixed, word = np.uint32(0), (1 << 32) - 1

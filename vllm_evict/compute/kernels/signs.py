@@ -34,9 +34,14 @@ def key_signs(keys: torch.Tensor) -> torch.Tensor:
     return torch.cat((centre.view(torch.int16), scales.view(torch.int16), words.flatten(2)), -1)
 
 
+def tokens_of(signs: torch.Tensor, dims: int) -> int:
+    """Return the tokens of a block, from signs [n, Hkv, X] of keys of `dims` dimensions."""
+    return (signs.shape[2] - dims) * WORD // (dims + WORD)
+
+
 def signed_keys(signs: torch.Tensor, dims: int) -> torch.Tensor:
     """Return the keys of `dims` dimensions that signs [n, Hkv, X] stand for: float32 [n, Hkv, tokens, D]."""
-    tokens = (signs.shape[2] - dims) // (dims // WORD + 1)
+    tokens = tokens_of(signs, dims)
     centre, scales, words = signs.split((dims, tokens, tokens // WORD * dims), -1)
     centre, scales = (each.contiguous().view(torch.bfloat16).float() for each in (centre, scales))
     words = (

@@ -57,8 +57,9 @@ class Reaching(Reach):
         limits = config.limits(size, self._scheduler.max_model_len)
         assert limits is not None  # it would be stock's
         room, _ = config.room(limits, size)
-        host = f"{self.pool.blocks} host blocks of {self.block_bytes >> 10} KiB"
-        return f"layers read {host}, in rooms of {room} blocks at most"
+        host, of_room = (-(-blocks * self.block_bytes // 2**20) for blocks in (self.pool.blocks, room))
+        blocks = f"{self.pool.blocks} host blocks of {self.block_bytes >> 10} KiB, {host} MiB in all"
+        return f"layers read {blocks}, in rooms of {room} blocks at most, {of_room} MiB of the pool for each request"
 
     def _watch(self, pool: Any) -> None:
         """Keep blocks that leave the prefix cache, as the pool hands them out."""

@@ -65,7 +65,7 @@ def _index_bytes(vllm_config: VllmConfig, config: KVPolicyConfig, block: int, si
     # A key's signs and its token's scale, and a centre.
     dims = vllm_config.model_config.get_head_size()
     item = 1 if advice.cache_dtype(vllm_config) in CPU_FP8_NAMES else vllm_config.model_config.dtype.itemsize
-    return _halves_of_keys(vllm_config) * block * (dims + size * (dims // 16 + 1)) // (size * dims * item)
+    return _halves_of_keys(vllm_config) * block * (16 * dims + size * (dims + 16)) // (16 * size * dims * item)
 
 
 def _box_bytes(vllm_config: VllmConfig, block: int, size: int) -> int:
