@@ -28,7 +28,7 @@ READ = {"sink": 32, "recent": 32}
 CHOOSING = {
     "host": REACH,
     "full": {"name": "full", **READ},
-    "signs": {"name": "full", **READ, "index": "signs", "leaders": 2},
+    "box": {"name": "full", **READ, "index": "box", "leaders": 2},
     "sink-window": {"name": "sink-window", "budget": 224, "buffer": 32, "sink": 32, "allow": []},
 }
 
@@ -98,7 +98,7 @@ def test_layers_of_drafters_read_what_stays_on_the_device(engine, drafted, monke
 
 @pytest.mark.oracle("full attention")
 @pytest.mark.both_runners("eagle-sink-window")
-@pytest.mark.parametrize("drafter, name", [("ngram", "full"), ("ngram", "signs"), ("eagle", "sink-window")])
+@pytest.mark.parametrize("drafter, name", [("ngram", "full"), ("ngram", "box"), ("eagle", "sink-window")])
 def test_rows_with_drafts_read_their_best_blocks(engine, drafted, monkeypatch, drafter, name):
     """A drafter's layers read all resident blocks."""
     model, config, reference = drafted["eagle"]
