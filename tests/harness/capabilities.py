@@ -75,7 +75,7 @@ INSTEAD: dict[Environment | Feature, str] = {
 #: Flags, variables, fields and their values.
 CODE = re.compile(
     r"(?<![`\w])(--[a-z][\w.-]*|VLLM_\w+|(?:heads or )?\w+: (?:host|token|max|mean|pressure)|(?:kvzip|kv_role)\b"
-    r'|^read\b|"\w+"(?:: "\w+")?)'
+    r'|^read(?:_prompts)?\b|"\w+"(?:: "\w+")?)'
 )
 
 

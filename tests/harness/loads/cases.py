@@ -103,13 +103,23 @@ def _read(rng, sizes):
     size = sizes["sink"]
     read = {"read": size * rng.choice([4, 5, 6]), "index": rng.choice(["signs", "box"]), "hold": rng.choice([1, 3, 8])}
     read |= rng.choice([{"leaders": 2}, {"dense_layers": 1}, {"leaders": [0, 2]}])
-    kind = rng.choice(["full", "block", "duo"])
+    kind = rng.choice(["full", "block", "duo", "prompts"])
     if kind == "duo":
         read |= {"leaders": 1}
         retrieval = {"name": "full", "sink": size, "recent": size, **read}
         return {"name": "duo", "gates": "HEADS", "sink": size, "recent": 3 * sizes["recent"], "retrieval": retrieval}
     if kind == "full":
         return {"name": "full", "sink": size, "recent": size, **read, "allow": ["sink-window", "keydiff"]}
+    if kind == "prompts":
+        alike = {"leaders": 2, "dense_layers": 0} if "dense_layers" in read or read["leaders"] != 2 else {}
+        return {
+            "name": "full",
+            "sink": size,
+            "recent": size,
+            **read,
+            **alike,
+            "read_prompts": size * rng.choice([6, 8]),
+        }
     name = rng.choice(READING)
     return {**sizes, "name": name, **read, "allow": [*_others(READING, name), "full"]}
 
@@ -247,7 +257,7 @@ class Case:
     def reads_all(self, tokens):
         """Whether each step of a request of so many tokens reads all of them."""
         most = self.policy.get("read") or (self.policy.get("retrieval") or {}).get("read")
-        return not most or tokens <= most
+        return not most or tokens <= min(most, self.policy.get("read_prompts") or most)
 
 
 def make_case(number, kind=None, smallest=False):

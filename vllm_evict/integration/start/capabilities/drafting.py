@@ -1,6 +1,18 @@
 """What a server that drafts may be, and what of a policy or of itself that cannot stand."""
 
-from ....config.features import ANY, CONTEXT, HOST, KVZIP, MEAN, READ, READ_OF_LAYERS, READ_OF_SOME, SPLIT, TOKENS
+from ....config.features import (
+    ANY,
+    CONTEXT,
+    HOST,
+    KVZIP,
+    MEAN,
+    PROMPTS,
+    READ,
+    READ_OF_LAYERS,
+    READ_OF_SOME,
+    SPLIT,
+    TOKENS,
+)
 from .. import drafters
 from .environment import UNTRIED, Environment
 from .server import NGRAM
@@ -43,7 +55,7 @@ SPECULATION = Environment(
         KVZIP: "which has no drafts for the requests that repeat prompts",
         MEAN: "where the queries of drafts do not count",
         READ_OF_LAYERS: "whose rows have one length for all layers",
-        READ_OF_SOME: UNTRIED,
+        **dict.fromkeys((READ_OF_SOME, PROMPTS), UNTRIED),
     },
     "leave --speculative-config out",
 )
