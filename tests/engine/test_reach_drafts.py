@@ -28,7 +28,7 @@ READ = {"sink": 32, "recent": 32}
 CHOOSING = {
     "host": REACH,
     "full": {"name": "full", **READ},
-    "signs": {"name": "full", **READ, "index": "signs", "leaders": 2},
+    "leaders": {"name": "full", **READ, "leaders": 2},
     "sink-window": {"name": "sink-window", "budget": 224, "buffer": 32, "sink": 32, "allow": []},
 }
 
@@ -49,7 +49,7 @@ def check_drafts(engine, model, dense, monkeypatch, config=NGRAM, double=Drafter
         compare, evicted = assert_reads_like_dense, 2 * (policy["name"] != "full")
         # Of five blocks a policy that evicts reads one of recent tokens, whatever it protects.
         like |= {"sink": 32, "recent": 1 if evicted else 32}
-    like |= {field: policy[field] for field in policy.keys() & {"index", "leaders"}}
+    like |= {field: policy[field] for field in policy.keys() & {"leaders"}}
 
     def check(*answered):
         chosen.append(compare(None, *answered, **like))
@@ -98,7 +98,7 @@ def test_layers_of_drafters_read_what_stays_on_the_device(engine, drafted, monke
 
 @pytest.mark.oracle("full attention")
 @pytest.mark.both_runners("eagle-sink-window")
-@pytest.mark.parametrize("drafter, name", [("ngram", "full"), ("ngram", "signs"), ("eagle", "sink-window")])
+@pytest.mark.parametrize("drafter, name", [("ngram", "full"), ("ngram", "leaders"), ("eagle", "sink-window")])
 def test_rows_with_drafts_read_their_best_blocks(engine, drafted, monkeypatch, drafter, name):
     """A drafter's layers read all resident blocks."""
     model, config, reference = drafted["eagle"]
