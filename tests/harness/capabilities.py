@@ -60,6 +60,8 @@ INSTEAD: dict[Environment | Feature, str] = {
         'set "method" in --speculative-config to what the message names',
     ),
     of.OTHER_CONNECTOR: "use a KV connector that the message names, or leave kv_connector_module_path out",
+    of.UNREACHED_CONNECTOR: "use OffloadingConnector or SimpleCPUOffloadConnector, for full attention without drafts, or leave --kv-transfer-config and --kv-offloading-size out",
+    of.EMPTY_STAGE: "set VLLM_PP_LAYER_PARTITION to a layer or more of each stage, or use --tensor-parallel-size in place of --pipeline-parallel-size",
     of.LMCACHE: "use a KV connector that the message names",
     of.CHUNKED: "set --max-model-len to at most the chunk",
     of.ONE_TABLE: "leave --disable-hybrid-kv-cache-manager out, or use the KV connector, drafter or variable that the message names",
