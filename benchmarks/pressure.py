@@ -48,6 +48,7 @@ def cases(options: argparse.Namespace) -> dict[str, dict | None]:
         "h2o": kept,
         # Prompts by vLLM's kernel, and a score pass beside it.
         "h2o, exact": {**kept, "exact": True},
+        "full, prompts read 4096": {"name": "full", "read": 4096, "read_prompts": 4096},
         "full, on the host": {**kept, "name": "full", "evict": "host", "host": "1GiB"},
         "h2o, never evicting": {**h2o, "budget": options.prompt + options.output},
         # Of a Llama alone. Half of the heads keep everything, the others as many tokens as sink-window.
@@ -248,11 +249,11 @@ def parse_arguments() -> argparse.Namespace:
         group.add_argument(f"--{size.name.replace('_', '-')}", type=int, default=size.default)
     options = parser.parse_args()
     options.block_size = options.block_size or (OTHERS[options.model][2] if options.model in OTHERS else 0) or 32
-    # Split heads and host blocks are refused beside states and latents.
+    # Split heads, host blocks and prompts that read less are refused beside states and latents.
     known = [
         name
         for name, policy in cases(options).items()
-        if options.model == "llama" or not {"pattern", "evict"} & set(policy or ())
+        if options.model == "llama" or not {"pattern", "evict", "read_prompts"} & set(policy or ())
     ]
     options.cases = choose_cases(parser, options.cases, known)
     if options.model in OTHERS and options.step:

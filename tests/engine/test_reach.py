@@ -98,7 +98,7 @@ def assert_reaches_like_dense(
             mask = chooser.mask(mask, blocks[:begun], settled == 1, blocks[begun:])
         logits.append(dense.forward(computed, cache, mask)[0][:count])
         if len(computed) > count:  # drafts were rejected
-            cache[:] = [(keys[:n], values[:n]) for keys, values in cache]
+            dense.crop(cache, n)
         gone |= set(evicted)
     return chooser.assert_answered(torch.cat(logits), len(prompt) - trace.start, output, atol)
 

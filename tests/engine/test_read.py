@@ -44,12 +44,18 @@ def assert_reads_like_dense(model, prompt, output, trace, *, dense=None, atol=2e
         dense.forward(tokens[: trace.start], cache, torch.ones(trace.start, trace.start).tril().bool())
         n = trace.start
     size = chooser.size
-    for count, evicted in zip(trace.steps, trace.evicted):
+    for count, settled, drafts, evicted in zip(trace.steps, trace.settled, trace.drafts, trace.evicted):
         first, n = n, n + count
-        resident = [block for block in range(math.ceil(n / size)) if block not in gone]
-        base = torch.arange(n) <= torch.arange(first, n)[:, None]
-        base &= torch.isin(torch.arange(n) // size, torch.tensor(resident))
-        logits.append(dense.forward(tokens[first:n], cache, chooser.mask(base, resident))[0])
+        computed = [*tokens[first : first + settled], *drafts]
+        end = first + len(computed)
+        resident = [block for block in range(math.ceil(end / size)) if block not in gone]
+        base = torch.arange(end) <= torch.arange(first, end)[:, None]
+        base &= torch.isin(torch.arange(end) // size, torch.tensor(resident))
+        later = [block for block in resident if settled == 1 and block > first // size]  # drafts begin them
+        mask = chooser.mask(base, resident[: len(resident) - len(later)], settled == 1, later)
+        logits.append(dense.forward(computed, cache, mask)[0][:count])
+        if end > n:  # drafts were rejected
+            dense.crop(cache, n)
         gone |= set(evicted)
     return chooser.assert_answered(torch.cat(logits), len(prompt) - trace.start, output, atol)
 
@@ -64,12 +70,14 @@ CASES = {
     "keybound": {"name": "keybound", **EVICTING, "hold": 3, "dense_layers": 1},
     "keydiff": {"name": "keydiff", **EVICTING, "leaders": [0, 2]},
     "in-place": {"hold": 3, "leaders": 2},
+    "prompts": {"read_prompts": 288, "leaders": 2, "hold": 3},
+    "prompts-box": {"read_prompts": 320, "index": "box"},
     "in-place-evicting": {"name": "sink-window", "budget": 448, "buffer": 96, "sink": 32, "allow": []},
 }
 
 
-@pytest.mark.nightly(push=("full", "leaders", "listed", "keybound", "in-place", "in-place-evicting"))
-@pytest.mark.both_runners("full", "keybound", "in-place")
+@pytest.mark.nightly(push=("full", "leaders", "listed", "keybound", "in-place", "in-place-evicting", "prompts"))
+@pytest.mark.both_runners("full", "keybound", "in-place", "prompts")
 @pytest.mark.parametrize("name", CASES)
 def test_answers_are_those_of_a_dense_model_that_chooses_for_itself(engine, deep, poisoned, monkeypatch, name):
     """Three requests in one batch; one is shorter than what is read at first. vLLM's kernel reads what is chosen, too."""
@@ -79,7 +87,10 @@ def test_answers_are_those_of_a_dense_model_that_chooses_for_itself(engine, deep
     if policy["name"] != "full":  # it reads as many of its sinks and recent tokens, whatever it protects
         policy = {"read": 256, **CASES[name]}
     server = engine(policy, model=deep, max_num_batched_tokens=192)
-    given = {field: policy[field] for field in policy.keys() & {*READ, "hold", "index", "leaders", "dense_layers"}}
+    given = {
+        field: policy[field]
+        for field in policy.keys() & {*READ, "hold", "index", "leaders", "dense_layers", "read_prompts"}
+    }
     given |= READ if policy["name"] != "full" else {}
     chosen = 0
     for answered in server.answered(random_requests((700, 50), (230, 80), (500, 40))):
@@ -122,20 +133,24 @@ def test_under_async_scheduling_with_prefixes_that_are_cached(async_engine, deep
     assert_nothing_left(server)
 
 
-@pytest.mark.both_runners("in-place")
-@pytest.mark.parametrize("kernel", ["own", "in-place"])
+@pytest.mark.both_runners("in-place", "prompts")
+@pytest.mark.parametrize("kernel", ["own", "in-place", "prompts"])
 def test_a_request_that_is_shorter_changes_no_bit(engine, monkeypatch, kernel):
     """Requests with no more blocks than are read are vLLM's; the step of the first block more reads less."""
+    prompted = {"read_prompts": 448} if kernel == "prompts" else {}
     if kernel == "in-place":
         monkeypatch.setenv("VLLM_EVICT_DECODE", "stock")
     prompts = [random_prompt(440), random_prompt(300, 1), random_prompt(20, 2)]
-    subject, stock = engine({"name": "full", **READ, "read": 512}), engine()
+    subject, stock = engine({"name": "full", **READ, "read": 512, **prompted}), engine()
     ours, theirs = (exactly(server.generate(prompts, max_tokens=72, logprobs=0)) for server in (subject, stock))
     assert ours == theirs
     counted = []
     after(part_of(subject.runtime, Read), "rows", lambda *_: counted.append(1))
     subject.generate([prompts[0]], max_tokens=74)
     assert len(counted) == 1
+    if prompted:
+        subject.generate([random_prompt(449, 3)], max_tokens=1)
+        assert len(counted) == 2
 
 
 def check_choices(monkeypatch):
@@ -192,6 +207,7 @@ PUBLISHING = {
     "listed": {"name": "full", **READ, "leaders": [0, 2]},
     "split": SPLIT | {"retrieval": {"name": "full", **READ, "dense_layers": 1}},
     "evicting": {"name": "sink-window", "budget": 448, "sink": 32, "read": 256},
+    "prompts": {"name": "full", **READ, "read_prompts": 256},
 }
 
 
@@ -213,7 +229,9 @@ def test_what_steps_compute_that_read_less_is_never_published(request, deep, sto
     published, prompts = Published(server, stock), [random_prompt(350), random_prompt(200, 1)]
     outputs = server.generate(prompts, max_tokens=130)
     later = [[*prompt, *output.outputs[0].token_ids, 1] for prompt, output in zip(prompts, outputs)]
-    assert [output.num_cached_tokens for output in server.generate(later, max_tokens=1)] == [320, 256]
+    # The second chunk of the first prompt is the first step that reads less.
+    hits = [192, 256] if name == "prompts" else [320, 256]
+    assert [output.num_cached_tokens for output in server.generate(later, max_tokens=1)] == hits
     published.compare(1e-4)
     assert published.counts["pages"] > 20
     server.assert_nothing_left()
@@ -267,6 +285,22 @@ HOST = {"name": "full", "evict": "host", "host": "1GiB"}
         ({"hold": 2}, "hold: decodes attend to all resident tokens: it needs read"),
         ({"read": 1024, "granularity": "token"}, "read: each head has tokens of its own"),
         ({"read": 1024, "context": 8192}, "read: the index is of keys as they were computed: leave context out"),
+        ({"name": "full", "read_prompts": 512}, "read_prompts: decodes attend to all resident tokens: it needs read"),
+        ({"read": 1024, "read_prompts": 512}, "policy 'keydiff' has no field 'read_prompts'"),
+        (
+            {"name": "full", "read": 1024, "read_prompts": 512, "dense_layers": 2},
+            "read_prompts: all layers of a prompt read as many blocks: leave dense_layers out",
+        ),
+        ({"name": "full", "read": 1024, "read_prompts": 512, "allow": ["keydiff"]}, "leave keydiff out"),
+        ({**HOST, "read_prompts": 512}, "read_prompts: prompts read the blocks of the host, too"),
+        (
+            {
+                "name": "duo",
+                "pattern": ["10"],
+                "retrieval": {"name": "full", "read": 1024, "read_prompts": 512},
+            },
+            "read_prompts: heads of one prompt read as many blocks: leave it out of retrieval",
+        ),
         ({"read": 1024, "leaders": [3, 1]}, "leaders: must be ascending layers, not (3, 1)"),
         ({"read": 1024, "leaders": [1], "dense_layers": 1}, "leave dense_layers out"),
         ({"read": 1024, "allow": ["h2o"]}, "allow: 'h2o' measures attention"),

@@ -30,7 +30,6 @@ SHOWN: dict[Environment | Feature, str] = {
     of.UNREACHED_CONNECTOR: "KV connectors but OffloadingConnector and SimpleCPUOffloadConnector; these beside latents, states, sliding windows or speculative decoding",
     drafting.METHOD: "speculative decoding by Medusa, MLP speculators and others",
     drafting.OTHER_RUNNER: "speculative decoding by ngram_gpu, DFlash and DSpark on Model Runner V1, and by all on V2 before vLLM 0.32",
-    drafting.DRAFTS_BESIDE: "speculative decoding beside latents, states or sliding windows",
     drafting.MANY_DRAFTS: "as many draft tokens as a block has tokens",
     drafting.DRAFTER: "drafters with layers",
     drafting.ASYNC_DRAFTS: "speculative decoding under async scheduling",
@@ -61,6 +60,8 @@ INSTEAD: dict[Environment | Feature, str] = {
         'set "method" in --speculative-config to what the message names',
     ),
     of.OTHER_CONNECTOR: "use a KV connector that the message names, or leave kv_connector_module_path out",
+    of.UNREACHED_CONNECTOR: "use OffloadingConnector or SimpleCPUOffloadConnector, for full attention without drafts, or leave --kv-transfer-config and --kv-offloading-size out",
+    of.EMPTY_STAGE: "set VLLM_PP_LAYER_PARTITION to a layer or more of each stage, or use --tensor-parallel-size in place of --pipeline-parallel-size",
     of.LMCACHE: "use a KV connector that the message names",
     of.CHUNKED: "set --max-model-len to at most the chunk",
     of.ONE_TABLE: "leave --disable-hybrid-kv-cache-manager out, or use the KV connector, drafter or variable that the message names",
@@ -76,7 +77,7 @@ INSTEAD: dict[Environment | Feature, str] = {
 #: Flags, variables, fields and their values.
 CODE = re.compile(
     r"(?<![`\w])(--[a-z][\w.-]*|VLLM_\w+|(?:heads or )?\w+: (?:host|token|max|mean|pressure)|(?:kvzip|kv_role)\b"
-    r'|^read\b|"\w+"(?:: "\w+")?)'
+    r'|^read(?:_prompts)?\b|"\w+"(?:: "\w+")?)'
 )
 
 

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import test_reach_drafts
 from drafting import (
     MODEL,
     NGRAM,
@@ -85,6 +86,18 @@ def test_evictions_and_logprobs_match_the_dense_oracle(engine, folders, dense, m
         layers = drafter_of(served.runner).model.modules()
         (window,) = [layer.sliding_window for layer in layers if type(layer) is Attention]
         assert served.runs > 100 and (window == WINDOW if drafter == "sliding" else window is None)
+
+
+@pytest.mark.oracle("sliding windows")
+@pytest.mark.both_runners("eagle-host")
+@pytest.mark.parametrize(
+    "drafter, name", [("ngram", "host"), ("eagle", "host"), ("sliding", "host"), ("eagle", "full")]
+)
+def test_rows_with_drafts_choose_what_they_read(engine, folders, dense, monkeypatch, drafter, name):
+    """On the host, or on the device alone."""
+    model, config = folders[drafter]
+    double, policy = Drafter if drafter == "ngram" else LayeredDrafter, test_reach_drafts.CHOOSING[name]
+    test_reach_drafts.check_drafts(engine, model, dense, monkeypatch, config, double, policy)
 
 
 def test_a_drafter_stands_in_one_of_several_groups_that_lose_blocks(engine, tmp_path, monkeypatch):

@@ -66,27 +66,31 @@ def test_to_dict_is_what_parse_takes_and_json_carries(name):
     reading = {"read": 700, "hold": 3, "leaders": 2, "index": "box"}
     waiting = {"evict": "host", "host": 1 << 30, "fetch": 5, **reading}
     sparse = {**reading, "leaders": [1, 3], "dense_layers": 0}
+    prompts = {**reading, "read_prompts": 800}
     pyramid = {"allocate": "pyramid", "bands": 2, "beta": 4.0}
     ada = {"allocate": "ada", "bands": 3, "floor": 0.5}
     if "prompt" in policy.options:
         values["when"] = "budget"
-    assert {*values, *waiting, *sparse, *pyramid, *ada} == frozenset().union(
+    assert {*values, *waiting, *sparse, *prompts, *pyramid, *ada} == frozenset().union(
         *(POLICIES[other].options for other in WHOLE)
     )
     values = {field: value for field, value in values.items() if field in policy.options}
     waiting = waiting if name == "full" else {}  # other policies are served as `full`
     values |= waiting  # sizes are of what it keeps on the device
-    sparse = sparse if "read" in policy.options else {}
+    sparse, prompts = (
+        {} if field not in policy.options else of for field, of in (("read", sparse), ("read_prompts", prompts))
+    )
     context = {"context": 4096} if "context" in policy.options else {}
     pyramid, ada = (pyramid, ada) if "allocate" in policy.options else ({}, {})
     audits = {"audit": 0.5, "target": 0.9}
-    for extra in ({}, values, {"allow": ["h2o"]}, audits, context, waiting, sparse, pyramid, ada):
+    for extra in ({}, values, {"allow": ["h2o"]}, audits, context, waiting, sparse, prompts, pyramid, ada):
         config = parse({"name": name, **extra})
         carried = json.loads(json.dumps(config.to_dict()))
         assert parse(carried) == config and parse(carried).unsaid == config.unsaid
         left_out = set() if "evict" in extra else names_of((*TIER, FETCH))
         left_out |= {"buffer", "when", "exact"} if config.keeps_all else set()
         left_out |= set() if "read" in extra else names_of(READ)
+        left_out |= set() if config.sparse else {"read_prompts"}
         left_out |= names_of(ALLOCATION) - extra.keys()
         left_out |= {"audit", "target"} - extra.keys()
         assert set(carried) == (policy.options | {"name"} | names_of(SERVER)) - config.unsaid - left_out

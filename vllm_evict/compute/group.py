@@ -193,9 +193,15 @@ class GroupRuntime:
         works = works or any(probe.is_active for probe in self.probes)
         if not works and not self.with_holes:
             return metadata, None
-        batch = StepBatch(self.batch, self._plan, self.holes, metadata)
+        cut = self.source.cut(metadata, len(self.batch.req_ids))
+        batch = StepBatch(self.batch, self._plan, self.holes, metadata, cut=cut)
         if self.has_view:
-            table, lens, logical = self.views.of(self, metadata)
+            if cut is None:
+                table, lens, logical = self.views.of(self, metadata)
+            else:
+                metadata = cut.metadata
+                table, lens = metadata.block_table_tensor, metadata.seq_lens
+                logical = self.identity.expand(len(lens), -1)
             self.source.complete(batch, table, lens)
             metadata = self._with_ranges(metadata)
         else:
@@ -236,7 +242,7 @@ class GroupRuntime:
         if not (self.with_holes and live):
             return metadata
         hidden = self.source.hidden(self.batch.req_ids)
-        if self.in_step and not self.source.staging:
+        if self.in_step and not self.source.rewrites:
             table, lens, _ = self.views.of(self, metadata)
         else:
             table, lens, _ = self.views.drafting(self, metadata, hidden)

@@ -26,7 +26,7 @@ from ..core.plan import RoomOf
 from .holes import Start
 from .kernels.bounds import key_bounds
 from .kernels.logits import logits_of
-from .kernels.reach import SCRATCH, ReachRows, bring, reach
+from .kernels.reach import OF_ROWS, SCRATCH, ReachRows, bring, reach
 from .kernels.signs import key_signs
 from .needs import Needs
 from .offload import Offload
@@ -309,7 +309,7 @@ class Reach(Source):
 
     def warm_up(self, call: LayerCall, table: torch.Tensor) -> None:
         """Launch the kernels of one layer, for a row of padding."""
-        padding = torch.full((11, ALIGNED), -1, dtype=torch.int32, device=self._device)[:, :1].unbind()
+        padding = torch.full((OF_ROWS, ALIGNED), -1, dtype=torch.int32, device=self._device)[:, :1].unbind()
         call = replace(call, kv_cache=self._store.pages()[call.place])
         for leads in {True, self._config.leaders == 1}:
             self.read(call, ReachRows._make((*padding, table, self._pool, 1)), table, leads)
@@ -356,9 +356,23 @@ class Reach(Source):
             The rows, and int32 [R], a multiple of a block's tokens.
         """
         self._steps += 1
-        slots = np.array([self._of[batch.req_ids[row]].slot for row in rows.tolist()])
-        first, room, recent, chosen = self._sizes[slots].T
         tokens, written = self._blocks(batch, table)
+        known, unread = self._choices(batch, rows, tokens)
+        padded = np.zeros((len(known), aligned(len(rows))), np.int32)
+        padded[:, : len(rows)] = known
+        made = to_device(padded, self._device)[:, : len(rows)].unbind()
+        return ReachRows._make((*made, written, self._pool, int(known[1].max()))), unread.astype(np.int32)
+
+    def _choices(self, batch: StepBatch, rows: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the first fields of `ReachRows` of rows that decode, [fields, R], and tokens that they leave out.
+
+        Args:
+            batch: of the step.
+            rows: int64 [R].
+            tokens: int32 [R'], that rows of the batch choose among.
+        """
+        slots = np.array([self._of[batch.req_ids[row]].slot for row in rows.tolist()], np.int64)
+        first, room, recent, chosen = self._sizes[slots].T
         lengths, counts, size = tokens[rows], batch.queries[rows], self.block_size
         sure = lengths - counts if batch.slack is None else lengths - counts - batch.slack[rows]
         full, blocks, steps = sure // size, -(-lengths // size), self._steps_of[slots]
@@ -369,10 +383,7 @@ class Reach(Source):
         end = full + 1 - recent
         unread = batch.resident_tokens[rows] - lengths + (end - first - chosen) * size
         known = batch.starts[rows], counts, full, blocks, first, end, chosen, room, slots, rows, chooses
-        padded = np.zeros((len(known), aligned(len(slots))), np.int32)
-        padded[:, : len(slots)] = known
-        made = to_device(padded, self._device)[:, : len(slots)].unbind()
-        return ReachRows._make((*made, written, self._pool, int(counts.max()))), unread.astype(np.int32)
+        return np.array(known), unread
 
 
 class ReachInPlace(StepSource):

@@ -5,16 +5,24 @@ has no room. Layers that lead in a list are those of OmniKV (Hao et al., ICLR 20
 is that of Recycled Attention (Xu et al., 2024).
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import torch
 
+from ..config import KVPolicyConfig
+from ..config.sizes import TILE
 from ..core.plan import RoomOf
 from .holes import Start
-from .kernels.reach import ReachRows
+from .kernels.reach import OF_ROWS, ReachRows
 from .probes import LayerCall
 from .reach import Reach
 from .shape import Shape
 from .step_batch import StepBatch
+from .store import Store
+from .tiles import Cut, cut
 
 
 class Read(Reach):
@@ -27,6 +35,15 @@ class Read(Reach):
     #: The batch of a step, and its rows that read less: layers that write the table change what it says of them.
     _of_batch: tuple[StepBatch | None, np.ndarray] = None, np.zeros(0, np.int64)
 
+    def __init__(self, config: KVPolicyConfig, shape: Shape, store: Store) -> None:
+        self.cuts, requests = bool(config.read_prompts), shape.max_requests
+        if self.cuts:  # a chunk has at most two tiles more than its tokens fill
+            tiles = shape.step_tokens // TILE + 2 * requests
+            shape = replace(shape, max_requests=requests + tiles)
+        super().__init__(config, shape, store)
+        #: Slots of tiles, which keep nothing from step to step.
+        self._of_tiles, self._slots = self._slots[requests:], self._slots[:requests]
+
     @property
     def writes(self) -> bool:
         return not self.decodes
@@ -34,7 +51,13 @@ class Read(Reach):
     def _room(self, shape: Shape) -> int:
         blocks, sinks, recent = self._config.read_blocks(shape.block_size)
         self._room_of = RoomOf(sinks, blocks - sinks - recent, recent)
-        return self._room_of.blocks
+        prompts = self._config.read_blocks(shape.block_size, prompts=True)[0] if self.cuts else 0
+        return max(self._room_of.blocks, prompts)
+
+    def cut(self, metadata: Any, live: int) -> Cut | None:
+        if not self.cuts:
+            return None
+        return cut(metadata, live, self._config.read_blocks(self.block_size, prompts=True)[0] * self.block_size, TILE)
 
     def begin(self, start: Start) -> None:
         """Choose anew for requests that ended, started, or lost blocks."""
@@ -44,17 +67,21 @@ class Read(Reach):
     def _forget(self, req_id: str) -> None:
         self._slots.append(self._of.pop(req_id).slot)
 
+    def hidden(self, req_ids: Sequence[str]) -> list[tuple[int, range]]:
+        return []
+
     def read_on_host(self) -> dict[str, np.ndarray]:
         return {}
 
     def _rows(self, batch: StepBatch) -> tuple[np.ndarray, np.ndarray]:
         if self._of_batch[0] is not batch:
-            less = self._config.reads_less(batch.queries, batch.resident_tokens, self.block_size)
+            sure = batch.resident_tokens - batch.drafts - (0 if batch.slack is None else batch.slack)
+            less = self._config.reads_less(batch.chunks, sure, self.block_size)
             self._of_batch = batch, np.flatnonzero(less)
         return self._of_batch[1], np.zeros(0, np.int64)
 
     def rows(self, batch: StepBatch, rows: np.ndarray, table: torch.Tensor) -> tuple[ReachRows, np.ndarray]:
-        req_ids = [batch.req_ids[row] for row in rows.tolist()]
+        req_ids = [batch.req_ids[row] for row in rows.tolist() if batch.chunks[row] == 1]
         for req_id in req_ids:
             if req_id in self._of:
                 continue
@@ -64,6 +91,29 @@ class Read(Reach):
             self._of[req_id] = self._new(self._room_of)
             self._steps_of[self._of[req_id].slot] = 0
         return super().rows(batch, rows, table)
+
+    def _choices(self, batch: StepBatch, rows: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """See `Reach._choices`. Rows of prompts are tiles."""
+        tiles = batch.chunks[rows] > 1
+        if not tiles.any():
+            return super()._choices(batch, rows, tokens)
+        known, unread = np.zeros((OF_ROWS, len(rows)), np.int64), np.zeros(len(rows), np.int64)
+        known[:, ~tiles], unread[~tiles] = super()._choices(batch, rows[~tiles], tokens)
+        known[:, tiles], unread[tiles] = self._choices_of_tiles(batch, rows[tiles], tokens)
+        return known, unread
+
+    def _choices_of_tiles(
+        self, batch: StepBatch, rows: np.ndarray, tokens: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return what `_choices` does for tiles: each chooses among the blocks before its own, once in each layer."""
+        read, sinks, recent = self._config.read_blocks(self.block_size, prompts=True)
+        counts, lengths, slots = batch.queries[rows], tokens[rows], self._of_tiles[: len(rows)]
+        full, blocks = (lengths - counts) // self.block_size, -(-lengths // self.block_size)
+        end = full + 1 - recent
+        chosen = read - sinks - (blocks - end)
+        first, chooses = np.full_like(full, sinks), np.ones_like(full)
+        known = batch.starts[rows], counts, full, blocks, first, end, chosen, chosen, slots, rows, chooses
+        return np.array(known), (blocks - read) * self.block_size
 
     def _blocks(self, batch: StepBatch, table: torch.Tensor) -> tuple[np.ndarray, torch.Tensor]:
         # Layers write their choices into the table that the backend's kernel reads.

@@ -106,7 +106,7 @@ class EvictionRuntime:
         for group in self.groups:
             group.decodes = decodes
             # On a device, and for rows with drafts, layers write what they read into the table that both kernels have.
-            group.source.decodes = decodes and not self.ops.compiles and not self.speculates
+            group.source.decodes = decodes and not (self.ops.compiles or self.speculates or group.source.cuts)
         self.outruns, self.exact = outruns, exact
         # Scores of drafts are for decodes alone, and what prompts compute of blocks on the host stays pure.
         pure = exact and not all(group.source.reads_all for group in self.groups)

@@ -27,6 +27,7 @@ class Shape:
         most_held: most blocks that a request holds; None: the blocks of `max_model_len` tokens.
         head_size, itemsize: elements of a key in the widest layer of the model, and bytes of an element.
         queries: bytes of the queries of that layer in the largest step.
+        step_tokens: most tokens of a step.
     """
 
     block_size: int
@@ -43,6 +44,7 @@ class Shape:
     head_size: int = 0
     itemsize: int = 0
     queries: int = 0
+    step_tokens: int = 0
 
     @property
     def max_blocks(self) -> int:

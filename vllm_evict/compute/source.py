@@ -11,6 +11,7 @@ from ..core.offload import Copy
 from .parts import Part
 from .probes import LayerCall
 from .step_batch import StepBatch
+from .tiles import Cut
 
 #: No rows of a batch.
 NO_ROWS = np.empty(0, np.int64)
@@ -71,12 +72,14 @@ class Source(Part):
         reads_all: whether decodes attend to all resident blocks of their requests.
         staging: pages that it takes behind the pool's.
         decodes: whether the plugin's kernel attends for rows that read a part of their blocks; else the backend's does.
+        cuts: whether some rows of a step may be cut; then the backend's kernel attends for all of them.
         loads: whether a connector brings blocks that no step has computed.
     """
 
     reads_all = True
     staging = 0
     decodes = False
+    cuts = False
     loads = False
 
     def fits_graph(self, requests: Set[str]) -> bool:
@@ -87,6 +90,20 @@ class Source(Part):
     def writes(self) -> bool:
         """Whether layers write what they read into the backend's table, also of requests without holes."""
         return False
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether the step's view gets other blocks than the resident ones: a drafter's layers have their own then."""
+        return self.staging > 0 or self.writes
+
+    def cut(self, metadata: Any, live: int) -> Cut | None:
+        """Return the step's batch with rows cut, if parts of them read different blocks.
+
+        Args:
+            metadata: vLLM's `CommonAttentionMetadata`.
+            live: rows that are no padding.
+        """
+        return None
 
     def step(self, batch: StepBatch) -> StepSource:
         """Return what layers read in a step."""

@@ -9,6 +9,7 @@ import torch
 from ..core.plan import GroupPlan
 from .batch import Batch
 from .holes import Holes
+from .tiles import Cut
 from .transfer import to_device
 
 
@@ -37,11 +38,13 @@ class StepBatch:
         holes: of the KV group.
         metadata: vLLM's `CommonAttentionMetadata` of the group.
         in_graph: whether the step replays a full graph, on memory that the host fills now.
+        cut: the batch with rows cut, in place of `metadata`; a request then has several rows.
 
     Attributes:
         req_ids: requests, in row order.
         starts: int32 [R + 1], first query of each row.
         queries: int32 [R], their number.
+        chunks: int [R], queries of verified tokens of the row's request in the step.
         seq_lens: int32 [R], tokens with holes: position of the last query + 1. They may be too large by `slack`.
         lengths: int32 [R], the same as the device knows them.
         resident_tokens: int32 [R], from `seq_lens`.
@@ -55,16 +58,33 @@ class StepBatch:
         rows: request that reports -> its resident blocks: at least those of verified tokens.
     """
 
-    def __init__(self, batch: Batch, plan: GroupPlan, holes: Holes, metadata: Any, in_graph: bool = False) -> None:
+    def __init__(
+        self,
+        batch: Batch,
+        plan: GroupPlan,
+        holes: Holes,
+        metadata: Any,
+        in_graph: bool = False,
+        cut: Cut | None = None,
+    ) -> None:
+        metadata = metadata if cut is None else cut.metadata
         self._holes, self._metadata = holes, metadata
-        self.req_ids, self.plan, self.in_graph = batch.req_ids, plan, in_graph
-        self.seq_lens = metadata.seq_lens_cpu_upper_bound[: len(batch.req_ids)].numpy()
+        self.req_ids = batch.req_ids if cut is None else [batch.req_ids[row] for row in cut.rows.tolist()]
+        self.plan, self.in_graph = plan, in_graph
+        self.seq_lens = metadata.seq_lens_cpu_upper_bound[: len(self.req_ids)].numpy()
         self.resident_tokens = holes.resident_tokens(self.req_ids, self.seq_lens)
         self.longest = int(self.resident_tokens.max())
         self.starts: np.ndarray = metadata.query_start_loc_cpu[: len(self.req_ids) + 1].numpy()
         self.queries, self.written = np.diff(self.starts), metadata.block_table_tensor
         self.verified, self.slack = batch.verified_queries(self.queries), batch.slack()
+        verified = self.queries if self.verified is None else self.verified
+        self.chunks = verified if cut is None else cut.chunks
         self.rows: dict[str, Row] = {}
+
+    @property
+    def drafts(self) -> np.ndarray:
+        """How many queries of each row are of drafts: int [R]."""
+        return np.zeros_like(self.queries) if self.verified is None else self.queries - self.verified
 
     @property
     def decodes(self) -> np.ndarray:

@@ -77,9 +77,16 @@ KVZIP = Feature(
     lambda config: config.reconstructs,
     'leave kvzip out of name and "allow" (snapkv, h2o and keydiff need no second pass)',
 )
-OFF_THE_HOST = "set evict: drop, and leave budget, host and read out"
+OFF_THE_HOST = "set evict: drop, and leave out budget, host, fetch, and read with leaders, hold and index"
 HOST = Feature("evict: host", lambda config: config.evict == "host", OFF_THE_HOST)
-READ = Feature("read", lambda config: config.sparse_heads, "leave read out")
+READ = Feature(
+    "read",
+    lambda config: config.sparse_heads,
+    "leave read out, with leaders, dense_layers, hold, index and read_prompts",
+)
+PROMPTS = Feature(
+    "read_prompts", lambda config: any(part.read_prompts for part in config.classes.values()), "leave read_prompts out"
+)
 #: Where layers write what they read into the table of the backend's kernel: it has one length for all layers, and what
 #: a policy measures needs it as it was.
 READ_OF_LAYERS = Feature(
@@ -126,6 +133,14 @@ APART = (
     ),
     Apart("evict: host", HOST, TOKENS, "each head has tokens of its own: it needs granularity: block"),
     Apart("evict: host", HOST, CONTEXT, "layers read blocks at the positions where they were: leave context out"),
+    Apart("read_prompts", HOST, PROMPTS, "prompts read the blocks of the host, too: leave read_prompts out"),
+    Apart(
+        "read_prompts",
+        PROMPTS,
+        READ_OF_LAYERS,
+        "all layers of a prompt read as many blocks: leave dense_layers out, and set leaders to a number",
+    ),
+    Apart("read_prompts", SPLIT, PROMPTS, "heads of one prompt read as many blocks: leave it out of retrieval"),
     Apart("read", TOKENS, READ, "each head has tokens of its own: it needs granularity: block"),
     Apart("read", CONTEXT, READ, "the index is of keys as they were computed: leave context out"),
     Apart("prompt: whole", WHOLE, PRESSURE, "the pool may run out while a prompt is computed: it needs when: budget"),

@@ -172,6 +172,13 @@ FETCH = Option(
     "with `evict: host`: most blocks of the host that a layer brings to the device for a request when it chooses; "
     "beyond them it reads the best ones that are there; 0: any number",
 )
+READ_PROMPTS = Option(
+    "read_prompts",
+    whole(),
+    0,
+    "with `read`, not with `evict: host`: tokens that 64 tokens of a prompt attend to in each layer, in whole blocks: "
+    "sinks, recent blocks, their own, and the best others; 0: all tokens before them",
+)
 #: Fields of every policy that evicts, with their usual defaults.
 KEEPING = having(
     (WHEN, BUDGET, BUFFER, SINK, RECENT, PROTECT, MIN_PROMPT, PROMPT, EXACT, CONTEXT, *TIER),
@@ -260,7 +267,7 @@ NEUTRAL = {
     for options in (
         (WHEN, BUDGET, BUFFER, SINK, RECENT, PROTECT, MIN_PROMPT, PROMPT, EXACT, CONTEXT),
         TIER,
-        (*READ, FETCH),
+        (*READ, FETCH, READ_PROMPTS),
         PER_TOKEN,
         MASS,
     )

@@ -8,7 +8,7 @@ from typing import Any, get_args
 from .allocators import ALLOCATE, ALLOCATION, ALLOCATORS
 from .errors import KVPolicyError, instead, shown, together
 from .features import APART
-from .fields import FETCH, READ, SERVER, TIER
+from .fields import FETCH, READ, READ_PROMPTS, SERVER, TIER
 from .groups import Groups
 from .options import Option, names_of
 from .registry import REGISTRY
@@ -134,6 +134,7 @@ class KVPolicyConfig(Sizes, Groups, Requests):
         configuration's."""
         idle = frozenset[str]() if self.evict == "host" else names_of((*TIER, FETCH))
         idle |= frozenset() if self.sparse or self.reaches else names_of(READ)
+        idle |= frozenset() if self.sparse else {READ_PROMPTS.name}
         idle |= OF_BUDGETS - (READ_SIZES if self.sparse else frozenset()) if self.keeps_all else frozenset()
         idle |= frozenset() if self.audit else {"audit", "target"}
         own = names_of(self.allocator.declares) | {"allocate"} if self.allocator.splits else frozenset()
@@ -275,7 +276,7 @@ def _reads_less(config: KVPolicyConfig) -> None:
             "to a number"
         )
     if not (config.read or config.reaches):
-        changed = [option.name for option in READ if getattr(config, option.name) != option.default]
+        changed = [each.name for each in (*READ, READ_PROMPTS) if getattr(config, each.name) != each.default]
         if given := sorted({*changed, *(config.given & (names_of(READ) - {"read"}))}):
             raise ValueError(f"{given[0]}: decodes attend to all resident tokens: it needs read")
         return
@@ -297,6 +298,11 @@ def _reads_less(config: KVPolicyConfig) -> None:
             f"{' + '.join(map(str, tokens))} tokens; set read to more, or {' and '.join(sizes)} to less"
         )
     for name in config.allow or ():
+        if config.read_prompts and name != "full":
+            raise ValueError(
+                f"allow: {name!r} evicts, and prompts that read less have all their blocks; expected read_prompts of "
+                f"'full' alone: leave {name} out"
+            )
         if "read" not in policy_named(name).options:
             others = REGISTRY.with_option("read")
             raise ValueError(

@@ -17,6 +17,8 @@ SMALLEST_BLOCK = 16
 LEAST_BUDGET = 8
 #: Blocks that a decision chooses among at least, where the user gave no recent tokens.
 LEAST_CHOICE = 2
+#: Most tokens of a prompt that read the same blocks under `read_prompts`.
+TILE = 64
 #: Size that follows the budget -> how many times it fits into the budget at least. In this order they get their blocks.
 SHARES = {"recent": 4, "sink": 8}
 
@@ -178,14 +180,17 @@ class Sizes(Frozen):
             f"{recent} of recent tokens, {limits.budget - limits.sink - recent} to choose"
         )
 
-    def read_blocks(self: C, block_size: int) -> tuple[int, int, int]:
+    def read_blocks(self: C, block_size: int, prompts: bool = False) -> tuple[int, int, int]:
         """Return the blocks that a decode reads where nothing is on the host, and the sinks and recent blocks of them.
 
         Recent blocks hold the recent tokens wherever the newest one lies in its block. The rule of `Sizes` holds:
         `read` is the budget. What a policy protects of eviction is more than has to be read, so it counts as not given.
+        `prompts`: what a tile of a prompt reads instead, by `read_prompts`; the tile's first block is recent.
         """
         given = self.given if self.name == "full" else frozenset[str]()
         blocks, choice = -(-self.read // block_size), 1 if "recent" in given else LEAST_CHOICE
+        if prompts:
+            blocks, choice = -(-self.read_prompts // block_size), choice + _spanned(TILE, block_size) - 1
         window = self.policy.defaults["recent"] if self.policy.window_is_the_budget else self._most("recent")
         sinks, recent = math.ceil(self._most("sink") / block_size), _spanned(window, block_size)
         if "recent" not in given:
@@ -195,13 +200,20 @@ class Sizes(Frozen):
         return max(blocks, sinks + recent + choice), sinks, recent
 
     def reads_less(self: C, tokens: Any, held: Any, block_size: int) -> Any:
-        """Return whether a step reads a part of what a request has on the device: `read` is less, and it decodes.
+        """Return whether a step reads a part of what a request has on the device.
+
+        A decode does if `read` is less, a chunk of a prompt if `read_prompts` is.
 
         Args:
             tokens: that the step computes of the request, int; or of several requests, int array.
             held: resident tokens, those of the step included; as `tokens`.
         """
-        return (tokens == 1) & (held > self.read_blocks(block_size)[0] * block_size) if self.sparse else False
+        if not self.sparse:
+            return False
+        less = (tokens == 1) & (held > self.read_blocks(block_size)[0] * block_size)
+        if self.read_prompts:
+            less |= (tokens > 1) & (held > self.read_blocks(block_size, prompts=True)[0] * block_size)
+        return less
 
     def room(self: C, limits: Limits, block_size: int) -> tuple[int, int]:
         """Return the blocks of a request's room, where blocks of the host come to be read, and its recent blocks.

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from ..config.fields import FETCH, KEEPING, READ
+from ..config.fields import FETCH, KEEPING, READ, READ_PROMPTS
 from ..config.options import Option
 from .base import Blocks, Policy
 
@@ -18,7 +18,12 @@ TIERED = ("when", "budget", "buffer", "sink", "recent", "exact", "evict", "host"
 
 class Full(Policy):
     name = "full"
-    declares: ClassVar[tuple[Option, ...]] = (*(option for option in KEEPING if option.name in TIERED), *READ, FETCH)
+    declares: ClassVar[tuple[Option, ...]] = (
+        *(option for option in KEEPING if option.name in TIERED),
+        *READ,
+        FETCH,
+        READ_PROMPTS,
+    )
 
     def importance(self, blocks: Blocks) -> np.ndarray:
         return blocks.index

@@ -36,7 +36,8 @@ class Worker:
         windows: of all KV groups, tokens that a query sees; 0: all of them; below 0: those of its chunk of so many.
         context: how far back a query may look, in tokens after keys were rotated; None: no limit.
         host: host memory; None: evicted blocks are dropped.
-        read: of each of `groups`, blocks that a decode attends to; 0: all of them.
+        read: of each of `groups`, blocks that a decode attends to, and those that a chunk of a prompt does; 0: all of
+            them.
     """
 
     settings: Settings
@@ -45,7 +46,7 @@ class Worker:
     windows: list[int]
     context: int | None = None
     host: HostTier | None = None
-    read: list[int] = field(default_factory=list)
+    read: list[list[int]] = field(default_factory=lambda: [[], []])
     rows: dict[str, Row] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
     #: Requests whose sampled tokens are their own.
@@ -340,7 +341,7 @@ class Worker:
 
     def _write(self, req_id: str, start: int, count: int) -> None:
         row, bs, end = self.rows[req_id], self.block, start + count
-        if count == 1 and self._reads_less(row, end):
+        if self._reads_less(row, count, end):
             row.reduced, self.counts.read_less = True, self.counts.read_less + 1
         if self.host is not None:
             row.reduced |= self.host.reads_less(row, self.groups[0], count)
@@ -369,9 +370,9 @@ class Worker:
             row.expected[group][at, place] = content
             self.written.update(blocks)
 
-    def _reads_less(self, row: Row, end: int) -> bool:
+    def _reads_less(self, row: Row, count: int, end: int) -> bool:
         held = [end - self.block * row.tables[group][: -(-end // self.block)].count(0) for group in self.groups]
-        return any(most and tokens > most * self.block for most, tokens in zip(self.read, held))
+        return any(most and tokens > most * self.block for most, tokens in zip(self.read[count > 1], held))
 
     def _same(self, req_id: str, group: int, row: Row, at: list[int], blocks: list[int]) -> None:
         """Check that whole blocks hold what the request expects."""

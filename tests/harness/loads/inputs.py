@@ -48,7 +48,7 @@ CHOICES = {
 SIZES = {
     **dict.fromkeys(("buffer", "sink", "recent", "min_prompt"), (0, WHOLE - 1)),
     **dict.fromkeys(("window", "every", "chunk", "kernel", "bands", "hold"), (1, WHOLE - 1)),
-    **dict.fromkeys(("read", "fetch", "dense_layers"), (0, WHOLE - 1)),
+    **dict.fromkeys(("read", "read_prompts", "fetch", "dense_layers"), (0, WHOLE - 1)),
     "again_rounds": (1, 9),
     "seed": (0, (1 << 63) - 1),
 }

@@ -91,7 +91,10 @@ class Simulation(Invariants):
         pool = next((each.pool for each in of.of(Reaching)), None) if of else None
         host = None if pool is None else HostTier(pool.blocks, settings.block, settings.length)
         parts = [config.of_class(manager.kv_cache_spec.head_class) for manager in self.evictable]
-        read = [part.read_blocks(settings.block)[0] if part.sparse else 0 for part in parts]
+        read = [
+            [part.sparse and part.read_blocks(settings.block)[0] for part in parts],
+            [part.read_prompts and part.read_blocks(settings.block, prompts=True)[0] for part in parts],
+        ]
         self.worker = Worker(settings, self.pool.num_gpu_blocks, groups, windows, context, host, read)
         self.counts: Counter[str] = Counter()
         self.live: dict[str, Request] = {}

@@ -45,6 +45,8 @@ def reading(rand: Random, policy: dict[str, Any], block: int, layers: int) -> di
     kept |= {"read": sink + recent + rand.randint(2, 5) * block, "hold": rand.choice((1, 1, 3))}
     if kept["name"] == "full":
         kept |= {"sink": sink, "recent": recent}
+    if kept["name"] == "full" and rand.random() < 0.3:
+        return kept | {"read_prompts": sink + recent + 64 + rand.randint(2, 5) * block, "allow": []}
     kept |= rand.choice(({"dense_layers": rand.randrange(layers)}, {"leaders": [0, layers - 2]}))
     if kept.get("allow"):
         kept["allow"] = [name for name in kept["allow"] if "read" in POLICIES[name].options]

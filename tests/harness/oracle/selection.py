@@ -8,6 +8,8 @@ from engine import logprobs_of
 
 #: Tokens of a block.
 BLOCK = 32
+#: Tokens of a prompt that choose together.
+TILE = 64
 
 
 class Chooser:
@@ -19,6 +21,7 @@ class Chooser:
         leaders: each so manieth of the other layers scores blocks, and others choose by its scores; or the layers that
             see everything and score blocks for the layers after them.
         fetch: most blocks that come to the `rooms` of a layer with one choice; the best ones there stand for others.
+        read_prompts: of the policy.
         ranks: each chooses for its own heads.
         size: tokens of a block.
 
@@ -41,6 +44,7 @@ class Chooser:
         dense_layers=0,
         leaders=1,
         fetch=0,
+        read_prompts=0,
         ranks=1,
         size=BLOCK,
     ):
@@ -48,6 +52,7 @@ class Chooser:
         self.scale = getattr(model, "scale", model.head_dim**-0.5)
         self.recent, self.size = math.ceil((recent - 1) / size) + 1, size
         self.sinks, self.blocks = math.ceil(sink / size), math.ceil(read / size)
+        self.of_prompts = math.ceil(read_prompts / size)
         self.ranks = torch.arange(model.heads).chunk(ranks)
         listed = not isinstance(leaders, int)
         first = leaders[0] if listed else dense_layers
@@ -65,7 +70,7 @@ class Chooser:
         """
         if not (len(base) == 1 if decodes is None else decodes) or len(resident) <= self.blocks:
             self.held, self.steps = {}, 0
-            return base
+            return self.of_prompt(base) if self.of_prompts and len(base) > 1 else base
         self.step(resident)
         of_block = torch.arange(base.shape[1]) // self.size
         always = resident[: self.sinks] + resident[-self.recent :]
@@ -78,6 +83,38 @@ class Chooser:
                 return base
             seen = [torch.isin(of_block, torch.tensor([*always, *later, *blocks])) for blocks in chosen]
             return base & torch.stack(seen).repeat_interleave(len(self.ranks[0]), 0)[:, None]
+
+        return of_layer
+
+    def of_prompt(self, base):
+        """The mask of a chunk of a prompt, bool [Q, N], of which `TILE` tokens read the same blocks."""
+        n, first = base.shape[1], base.shape[1] - len(base)
+        tiles, start = [], first
+        for seam in [*range(TILE, n, TILE), n]:
+            if seam > max(first, self.of_prompts * self.size):
+                tiles.append((max(start, self.of_prompts * self.size), seam))
+            start = max(start, seam)
+        shares = {}
+
+        def of_layer(layer, queries, keys):
+            if layer not in self.model.full:
+                return base
+            mask = base.repeat(self.model.heads, 1, 1)
+            for rank, heads in enumerate(self.ranks):
+                for begin, end in tiles:
+                    own = list(range(begin // self.size + 1))
+                    if layer in self.leads:
+                        some = queries[begin - first : end - first]
+                        shares[rank, begin] = self.shares(some, keys, own, heads.tolist())
+                    last = len(own) - self.recent
+                    count = self.of_prompts - self.sinks - (math.ceil(end / self.size) - last)
+                    order = sorted(range(self.sinks, last), key=lambda block: -shares[rank, begin][block])
+                    kept, other = (shares[rank, begin][order[place]].item() for place in (count - 1, count))
+                    self.closest, self.chosen = min(self.closest, 1 - other / kept), self.chosen + 1
+                    for block in order[count:]:
+                        unread = slice(block * self.size, (block + 1) * self.size)
+                        mask[heads[0] : heads[-1] + 1, begin - first : end - first, unread] = False
+            return mask
 
         return of_layer
 
@@ -109,8 +146,7 @@ class Chooser:
             if layer in self.leads:
                 for rank, heads in enumerate(heads_of_ranks):
                     own = self.ranks[rank].tolist() if heads is None else heads
-                    of_each = [self.shares(query, keys, resident, own) for query in queries]
-                    self._shares[rank] = torch.stack(of_each).amax(0)
+                    self._shares[rank] = self.shares(queries, keys, resident, own)
             if layer not in self.dense:
                 self.held[layer] = [self.choose(layer, rank, resident) for rank in range(len(heads_of_ranks))]
         return self.held[layer]
@@ -146,21 +182,21 @@ class Chooser:
             place[:] = block, now
         return kept + over
 
-    def shares(self, query, keys, resident, heads):
-        """The share of attention that some query heads may pay to each full block, summed up."""
+    def shares(self, queries, keys, resident, heads):
+        """The share of attention that some heads of a query may pay to each full block, summed up; the largest one."""
         group = self.model.heads // self.model.kv_heads
-        full, shares = resident[:-1], torch.zeros(len(resident) - 1, dtype=torch.float64)
+        full, shares = resident[:-1], torch.zeros(len(queries), len(resident) - 1, dtype=torch.float64)
         for h in heads:
             bounds = []
             for block in full:
                 of_block = keys[block * self.size : (block + 1) * self.size, h // group].double()
-                q = query[h].double() * self.scale
+                q = queries[:, h].double() * self.scale
                 if self.index == "signs":
-                    bounds.append(torch.logsumexp(_of_signs(of_block) @ q, 0))
+                    bounds.append(torch.logsumexp(q @ _of_signs(of_block).T, 1))
                 else:
-                    bounds.append(torch.maximum(q * of_block.amax(0), q * of_block.amin(0)).sum())
-            shares += torch.stack(bounds).softmax(0)
-        return shares
+                    bounds.append(torch.maximum(q * of_block.amax(0), q * of_block.amin(0)).sum(1))
+            shares += torch.stack(bounds, 1).softmax(1)
+        return shares.amax(0)
 
 
 def _of_signs(keys):

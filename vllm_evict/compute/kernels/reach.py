@@ -4,7 +4,7 @@ They are scored by signs of their keys (`signs`) or by Quest's boxes (`bounds`).
 a layer may choose by the scores of a layer before it.
 """
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
@@ -14,6 +14,8 @@ from .signs import sign_scores
 
 #: Bytes of a device's scratch for logarithms, or more if four rows need more: it bounds the rows of one launch.
 SCRATCH = 64 << 20
+#: Fields of `ReachRows` that have a number of each row: the first ones.
+OF_ROWS: Final = 11
 
 
 class ReachRows(NamedTuple):
@@ -140,7 +142,7 @@ def reach_reference(
     """`reach` in plain torch, row by row."""
     for row in range(len(rows.queries)):
         token, count, full, blocks, first, end, chosen, room, slot, out_row, chooses = (
-            int(each[row]) for each in rows[:11]
+            int(each[row]) for each in rows[:OF_ROWS]
         )
         written, on_host = rows.written[out_row], numbers[slot]
         if chooses:

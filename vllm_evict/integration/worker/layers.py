@@ -461,12 +461,12 @@ def _is_exact(vllm_config: VllmConfig, config: KVPolicyConfig, ops: BackendOps) 
 
 
 def sizes(vllm_config: VllmConfig) -> dict[str, int]:
-    """Return what `Shape` has of the widest layer: `head_size`, `itemsize` and `queries`."""
+    """Return what `Shape` has of the widest layer, `head_size`, `itemsize` and `queries`, and `step_tokens`."""
     layers = _evictable(vllm_config).values()
     dims, itemsize = max(layer.impl.head_size for layer in layers), vllm_config.model_config.dtype.itemsize
     heads = max(layer.num_heads for layer in layers)
-    queries = vllm_config.scheduler_config.max_num_batched_tokens * heads * dims * itemsize
-    return {"head_size": dims, "itemsize": itemsize, "queries": queries}
+    tokens = vllm_config.scheduler_config.max_num_batched_tokens
+    return {"head_size": dims, "itemsize": itemsize, "queries": tokens * heads * dims * itemsize, "step_tokens": tokens}
 
 
 def block_bytes(runtime: EvictionRuntime, specs: dict[str, KVCacheSpec]) -> int:

@@ -1,6 +1,18 @@
 """What a server that drafts may be, and what of a policy or of itself that cannot stand."""
 
-from ....config.features import ANY, CONTEXT, HOST, KVZIP, MEAN, READ, SPLIT, TOKENS
+from ....config.features import (
+    ANY,
+    CONTEXT,
+    HOST,
+    KVZIP,
+    MEAN,
+    PROMPTS,
+    READ,
+    READ_OF_LAYERS,
+    READ_OF_SOME,
+    SPLIT,
+    TOKENS,
+)
 from .. import drafters
 from .environment import UNTRIED, Environment
 from .server import NGRAM
@@ -42,7 +54,8 @@ SPECULATION = Environment(
         CONTEXT: "",
         KVZIP: "which has no drafts for the requests that repeat prompts",
         MEAN: "where the queries of drafts do not count",
-        READ: "",
+        READ_OF_LAYERS: "whose rows have one length for all layers",
+        **dict.fromkeys((READ_OF_SOME, PROMPTS), UNTRIED),
     },
     "leave --speculative-config out",
 )
@@ -50,12 +63,6 @@ DRAFTS_BESIDE_STATES = Environment(
     "speculative decoding beside states",
     lambda server: server.drafts and server.states,
     {TOKENS: UNTRIED},
-    "leave --speculative-config out",
-)
-DRAFTS_BESIDE = Environment(
-    "speculative decoding beside {beside}",
-    lambda server: server.drafts and server.beside,
-    {HOST: UNTRIED},
     "leave --speculative-config out",
 )
 MANY_DRAFTS = Environment(

@@ -15,6 +15,7 @@ from ....config.features import (
     KVZIP,
     MAX,
     PRESSURE,
+    PROMPTS,
     READ,
     READ_OF_LAYERS,
     READ_OF_SOME,
@@ -47,6 +48,7 @@ GPU = Environment(
     {
         READ_OF_LAYERS: "whose kernels have one length for all layers",
         READ_OF_SOME: UNTRIED,
+        PROMPTS: UNTRIED,
     },
 )
 OLD_GPU = Environment(
@@ -180,6 +182,7 @@ MLA = Environment(
         CONTEXT: "which rotates a part of its keys only",
         READ_OF_LAYERS: "whose kernels have one length for all layers",
         READ_OF_SOME: UNTRIED,
+        PROMPTS: "whose prompts read no block table",
     },
 )
 STATES = Environment(
@@ -189,7 +192,7 @@ STATES = Environment(
         SPLIT: "which belong to no layer",
         KVZIP: "where the prefix cache lacks states to repeat a prompt",
         CONTEXT: "whose states keep the positions that keys lose",
-        READ_OF_LAYERS: UNTRIED,
+        **dict.fromkeys((READ_OF_LAYERS, PROMPTS), UNTRIED),
     },
 )
 WINDOWS = Environment(
@@ -200,6 +203,7 @@ WINDOWS = Environment(
         KVZIP: "where the prefix cache lacks their blocks to repeat a prompt",
         CONTEXT: "where only these layers may have positions",
         READ_OF_LAYERS: "among which the first layers are not counted",
+        PROMPTS: UNTRIED,
     },
 )
 SHARED = Environment(
@@ -207,7 +211,7 @@ SHARED = Environment(
     lambda server: server.shares,
     {
         SPLIT: "which a layer without a cache can't read",
-        **dict.fromkeys((KVZIP, CONTEXT, READ_OF_LAYERS), UNTRIED),
+        **dict.fromkeys((KVZIP, CONTEXT, READ_OF_LAYERS, PROMPTS), UNTRIED),
     },
 )
 
@@ -240,8 +244,7 @@ UNREACHED_CONNECTOR = Environment(
     "the KV connector {connector}{besides}",
     lambda server: server.transfer and (server.besides or not server.stores_alone),
     {HOST: UNTRIED},
-    "use OffloadingConnector or SimpleCPUOffloadConnector, for full attention without drafts, or leave "
-    "--kv-transfer-config and --kv-offloading-size out",
+    "{reached_connectors}leave --kv-transfer-config and --kv-offloading-size out",
 )
 LMCACHE = Environment(
     f"the KV connector {connectors.LMCACHE}",
@@ -389,8 +392,7 @@ EMPTY_STAGE = Environment(
     "a stage of the pipeline without layers",
     lambda server: server.empty_stage,
     {ANY: UNTRIED},
-    "set VLLM_PP_LAYER_PARTITION to a layer or more of each stage, or use --tensor-parallel-size in place of "
-    "--pipeline-parallel-size",
+    "{filled_stages}use --tensor-parallel-size in place of --pipeline-parallel-size",
 )
 MICROBATCHES = Environment(
     "dual-batch overlap or microbatches",
