@@ -27,7 +27,7 @@ SHOWN: dict[Environment | Feature, str] = {
     of.UNLIKE_HEADS: "layers that differ in KV heads",
     of.UNREAD_HEADS: "heads below 16 or above 512 dimensions on a GPU",
     of.UNDECODED_HEADS: "heads below 16 or above 256 dimensions on a GPU (Gemma 4)",
-    of.UNREACHED_CONNECTOR: "KV connectors but OffloadingConnector and SimpleCPUOffloadConnector; these beside latents, states, sliding windows or speculative decoding",
+    of.UNREACHED_CONNECTOR: "KV connectors but OffloadingConnector and SimpleCPUOffloadConnector",
     drafting.METHOD: "speculative decoding by Medusa, MLP speculators and others",
     drafting.OTHER_RUNNER: "speculative decoding by ngram_gpu, DFlash and DSpark on Model Runner V1, and by all on V2 before vLLM 0.32",
     drafting.MANY_DRAFTS: "as many draft tokens as a block has tokens",

@@ -116,7 +116,7 @@ SERVERS = {
         {**MLA, "attention_config__backend": AttentionBackendEnum.AMX_MLA},
         "split tokens kvzip context layers prompts scored",
     ),
-    "latents beside states": ({**MLA, **HYBRID}, "split tokens kvzip context host read layers prompts scored audit"),
+    "latents beside states": ({**MLA, **HYBRID}, "split tokens kvzip context layers prompts scored audit"),
     "states": (HYBRID, "split kvzip context layers prompts audit"),
     "windows": (WINDOWS, "split kvzip context layers prompts audit"),
     "shared caches": (text(num_kv_shared_layers=1), "split kvzip context layers prompts"),
@@ -159,7 +159,7 @@ SERVERS = {
     ),
     "n-grams beside latents and states": (
         {**drafts("ngram"), **HYBRID, **MLA, **UNCACHED},
-        "split tokens kvzip context host read layers prompts scored mean audit",
+        "split tokens kvzip context layers prompts scored mean audit",
     ),
     "MTP beside latents and states": ({**drafts("mtp"), **HYBRID, **MLA, **UNCACHED}, ALL),
     "n-grams beside chunks": (
@@ -258,11 +258,11 @@ SERVERS = {
     "LMCache beside states": ({**connector("LMCacheMPConnector", "kv_both"), **HYBRID}, ALL),
     "offloading beside states": (
         {**connector("SimpleCPUOffloadConnector", "kv_both"), **HYBRID},
-        "split kvzip context host read layers prompts scored audit",
+        "split kvzip context read layers prompts scored audit",
     ),
     "offloading beside windows": (
         {**connector("OffloadingConnector", "kv_both"), **WINDOWS},
-        "split kvzip context host read layers prompts scored audit",
+        "split kvzip context read layers prompts scored audit",
     ),
     "a connector and n-grams": (
         {**connector(), **drafts("ngram")},

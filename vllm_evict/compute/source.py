@@ -64,6 +64,9 @@ class StepSource:
         """Return the backend's metadata with the block table that a layer reads, and its lengths, int32 [R]."""
         return call.metadata, self.lens
 
+    def fill(self, call: LayerCall) -> None:
+        """Take in the blocks that the step has filled in a layer, which stores its tokens as it attends."""
+
 
 class Source(Part):
     """The part that chooses what decodes attend to: all resident blocks.

@@ -3,11 +3,9 @@
 from ....config.features import (
     ANY,
     CONTEXT,
-    HOST,
     KVZIP,
     MEAN,
     PROMPTS,
-    READ,
     READ_OF_LAYERS,
     READ_OF_SOME,
     SPLIT,
@@ -20,11 +18,6 @@ from .server import NGRAM
 #: Methods of speculative decoding that are served.
 METHODS = (*drafters.WITHOUT_LAYERS, *drafters.WITH_LAYERS)
 
-LATENT_STATES = Environment(
-    "latents (MLA) beside linear attention",
-    lambda server: server.model.use_mla and server.states,
-    dict.fromkeys((HOST, READ), "whose kernels read a copy of the block table"),
-)
 OLD_V2 = Environment(
     "Model Runner V2 before vLLM 0.32", lambda server: server.runner == "V2" and not server.serves_on_v2, {}, "{use_v1}"
 )

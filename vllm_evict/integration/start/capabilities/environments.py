@@ -241,10 +241,10 @@ CONNECTOR = Environment(
     "leave --kv-transfer-config and --kv-offloading-size out",
 )
 UNREACHED_CONNECTOR = Environment(
-    "the KV connector {connector}{besides}",
-    lambda server: server.transfer and (server.besides or not server.stores_alone),
+    "the KV connector {connector}",
+    lambda server: server.transfer and not server.stores_alone,
     {HOST: UNTRIED},
-    "{reached_connectors}leave --kv-transfer-config and --kv-offloading-size out",
+    "use OffloadingConnector or SimpleCPUOffloadConnector, or leave --kv-transfer-config and --kv-offloading-size out",
 )
 LMCACHE = Environment(
     f"the KV connector {connectors.LMCACHE}",
