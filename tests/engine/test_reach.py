@@ -106,13 +106,17 @@ def assert_reaches_like_dense(
 
 
 def test_memory_beside_the_pool_comes_from_what_the_cache_may_take(engine, deep):
-    """Staging pages, and the index of the pool; a cache that has no more is refused."""
+    """Staging pages, and the index of the pool; the log says what host and rooms take. A cache too small is refused."""
     block, memory = 5 * 32 * 2 * 2 * 32 * 4, 16 << 20
     options = {"model": deep, "blocks": None, "max_model_len": 1024}
     server = engine({**REACH, "host": 256 * block}, kv_cache_memory_bytes=memory, **options)
     index = (server.all_blocks + 1) * 5 * 2 * key_signs(torch.zeros(1, 1, 32, 32)).nbytes
     taken = (server.all_blocks + 1 + 32) * block + index
     assert memory - 2 * block < taken <= memory
+    said = (
+        "layers read 256 host blocks of 80 KiB, 20 MiB in all, in rooms of 5 blocks at most, 1 MiB of the pool for each"
+    )
+    assert server.scheduler.part(Reaching).described.startswith(said)
     with pytest.raises(KVPolicyError, match="hold no pool beside 32 staging pages"):
         engine({**REACH, "host": 256 * block}, kv_cache_memory_bytes=33 * block, **options)
 
