@@ -373,17 +373,6 @@ class Server:
         return self.connector in connectors.OFFLOADING and self.connector != connectors.LMCACHE and not chunks
 
     @property
-    def besides(self) -> str:
-        """What of the server, beside a connector, tests do not run with it where layers read blocks on the host."""
-        named = (self.beside, "speculative decoding" if self.drafts else None)
-        return "".join(f" beside {each}" for each in named if each)
-
-    @property
-    def reached_connectors(self) -> str:
-        """Connectors that are served where layers read blocks on the host; "": none beside what the server has."""
-        return "use OffloadingConnector or SimpleCPUOffloadConnector, or " * (not self.besides)
-
-    @property
     def storing(self) -> str:
         """The server's first connector of those that store blocks of the prefix cache (`OFFLOADING`); else ""."""
         names = {each.kv_connector for each in self.connectors}
