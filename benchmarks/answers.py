@@ -15,6 +15,10 @@ NEEDLES = ("niah", "multikey", "twostage", "vt")
 LAST = "accumulate=last window=16"
 ONE_SET = "granularity=token sets=all"
 BUDGETS = ("10%", "25%", "50%")
+#: Columns of reach.csv that tell policies apart.
+REACHED = ("length", "budget", "sink", "recent", "hold")
+#: Tokens of a block, and its index of signs as a share of its keys and values, in the embedded model (64 dimensions).
+BLOCK, SIGNS = 32, 448 / 8192
 Scores = dict[tuple[str, str], dict[str, float]]
 Telling = Callable[[dict[str, float]], str]
 
@@ -151,7 +155,31 @@ def asked() -> str:
     )
 
 
-TABLES = (policies, steps, tokens, duo, asked)
+def reached() -> str:
+    """Return right answers where blocks wait on the host, in each setting, and what the device keeps of a prompt."""
+    found: dict[tuple[int, ...], dict[str, list[int]]] = {}
+    with (RESULTS / "quality/reach.csv").open() as file:
+        for row in csv.DictReader(file):
+            of_settings = found.setdefault(tuple(int(row[name]) for name in REACHED), {})
+            its = of_settings.setdefault(row["setting"], [0, 0])
+            its[:] = its[0] + int(row["right"]), its[1] + int(row["of"])
+    settings = ("agnostic", "aware", "turns")
+    lines = []
+    for (length, budget, sink, recent, hold), of_settings in sorted(found.items()):
+        of_length, held, sinks, last = (
+            length // BLOCK,
+            budget // BLOCK,
+            sink // BLOCK,
+            (recent + 2 * BLOCK - 2) // BLOCK,
+        )
+        cells = ["{} of {}".format(*of_settings[each]) if each in of_settings else "not run" for each in settings]
+        blocks = f"{held} of {of_length + 1}: {sinks} + {held - sinks - last} + {last}"
+        lines.append((f"{length:,}", blocks, str(hold), f"{(held + SIGNS * of_length) / (of_length + 1):.1%}", *cells))
+    head = f"| tokens | blocks: sinks + room + recent | `hold` | with the index | {' | '.join(settings)} |"
+    return rows(head, lines)
+
+
+TABLES = (policies, steps, tokens, duo, asked, reached)
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from loads.pages import Published, Stock
 from oracle.model import DenseLlama
 from oracle.selection import BLOCK, Chooser
 from oracle.tiny import make_tiny_llama
+from parity import assert_like_oracle
 from parts import part_of
 
 from vllm_evict.compute.kernels.bounds import key_bounds
@@ -55,8 +56,9 @@ def check_classes(engine, dense, size=BLOCK, atol=2e-3, **options):
 
 
 def assert_reaches_like_dense(
-    model, prompt, output, trace, read, hold=8, index="signs", dense=None, atol=2e-3, size=BLOCK, pressure=False, **more
-):
+    model, prompt, output, trace, read, hold=8, index="signs", dense=None, atol=2e-3, size=BLOCK, pressure=False,
+    budget=256, sink=32, recent=32, **more,
+):  # fmt: skip
     """Log-probabilities of a traced request are those of a dense model that has everything, and chooses for itself.
 
     Returns the number of its choices.
@@ -65,8 +67,8 @@ def assert_reaches_like_dense(
     chooser = Chooser(
         dense,
         read=read,
-        sink=32,
-        recent=32,
+        sink=sink,
+        recent=recent,
         hold=hold,
         index=index,
         size=size,
@@ -87,7 +89,7 @@ def assert_reaches_like_dense(
         mask = torch.arange(first + len(computed)) <= torch.arange(first, first + len(computed))[:, None]
         if gone:
             if settled > 1 or not chooser.rooms:  # a prompt reads all, and leaves its own blocks in the room
-                room, full = 256 // size - chooser.sinks - chooser.recent, chooser.model.full
+                room, full = budget // size - chooser.sinks - chooser.recent, chooser.model.full
                 at = range(chooser.sinks, chooser.sinks + room)
                 chooser.rooms = {layer: [[block if settled > 1 else -1, -1] for block in at] for layer in full}
             chooser.on_host = set(range(chooser.sinks, max(gone) + 1))
@@ -98,19 +100,23 @@ def assert_reaches_like_dense(
             mask = chooser.mask(mask, blocks[:begun], settled == 1, blocks[begun:])
         logits.append(dense.forward(computed, cache, mask)[0][:count])
         if len(computed) > count:  # drafts were rejected
-            cache[:] = [(keys[:n], values[:n]) for keys, values in cache]
+            dense.crop(cache, n)
         gone |= set(evicted)
     return chooser.assert_answered(torch.cat(logits), len(prompt) - trace.start, output, atol)
 
 
 def test_memory_beside_the_pool_comes_from_what_the_cache_may_take(engine, deep):
-    """Staging pages, and the index of the pool; a cache that has no more is refused."""
+    """Staging pages, and the index of the pool; the log says what host and rooms take. A cache too small is refused."""
     block, memory = 5 * 32 * 2 * 2 * 32 * 4, 16 << 20
     options = {"model": deep, "blocks": None, "max_model_len": 1024}
     server = engine({**REACH, "host": 256 * block}, kv_cache_memory_bytes=memory, **options)
     index = (server.all_blocks + 1) * 5 * 2 * key_signs(torch.zeros(1, 1, 32, 32)).nbytes
     taken = (server.all_blocks + 1 + 32) * block + index
     assert memory - 2 * block < taken <= memory
+    said = (
+        "layers read 256 host blocks of 80 KiB, 20 MiB in all, in rooms of 5 blocks at most, 1 MiB of the pool for each"
+    )
+    assert server.scheduler.part(Reaching).described.startswith(said)
     with pytest.raises(KVPolicyError, match="hold no pool beside 32 staging pages"):
         engine({**REACH, "host": 256 * block}, kv_cache_memory_bytes=33 * block, **options)
 
@@ -241,6 +247,31 @@ def test_prefixes_on_the_host_are_hits_as_long_ones_of_stock(request, engine, de
     assert server.scheduler.reset_prefix_cache() and not pool.used
     (again,) = server.generate([histories[0]], max_tokens=1)
     assert not again.num_cached_tokens
+
+
+@pytest.mark.oracle("full attention")
+@pytest.mark.both_runners("own")
+@pytest.mark.parametrize("kernel", ["own", "stock"])
+def test_requests_of_other_policies_lose_blocks_beside_those_that_lose_none(
+    engine, deep, poisoned, monkeypatch, kernel
+):
+    """In one batch, some of which are measured: each is like a dense model under its own policy."""
+    if kernel == "stock":
+        monkeypatch.setenv("VLLM_EVICT_DECODE", kernel)
+    server = engine({**REACH, "read": 160, "allow": ["h2o", "sink-window"]}, model=deep, max_num_batched_tokens=192)
+    sizes = {"budget": 256, "buffer": 0, "sink": 32}
+    others = {"h2o": {"name": "h2o", **sizes, "recent": 32}, "sink-window": {"name": "sink-window", **sizes}}
+    names = ["full", *others, "full", *others]
+    requests = random_requests(*[(length, 60) for length in (500, 480, 520, 200, 220, 240)])
+    for name, (_, asked) in zip(names, requests):
+        asked["extra_args"] = {"kv_policy": name}
+    for name, (prompt, output, trace) in zip(names, server.answered(requests)):
+        if name == "full":
+            assert assert_reaches_like_dense(deep, prompt, output, trace, 160) and output.kv_usage.spilled_blocks
+        else:
+            assert assert_like_oracle(DenseLlama(deep), prompt, output, trace, others[name])
+            assert not output.kv_usage.spilled_blocks
+    assert_nothing_left(server)
 
 
 def test_a_host_that_is_full_loses_nothing(engine, deep, poisoned):

@@ -5,6 +5,7 @@ from drafting import (
     MODEL,
     NGRAM,
     SERVED,
+    Drafter,
     LayeredDrafter,
     accepted,
     make_eagle,
@@ -15,12 +16,21 @@ from drafting import (
 from engine import random_prompt
 from oracle.model import DenseLlama
 from oracle.tiny import make_tiny_llama
-from test_reach import REACH, assert_reaches_like_dense
+from test_reach import BLOCK, REACH, assert_reaches_like_dense
+from test_read import assert_reads_like_dense
 
 pytestmark = SERVED
 
-#: What layers read, and how long they read it.
-FIELDS = {"read": 160, "hold": 3}
+#: What layers read, by what index, and how long they read it.
+FIELDS = {"read": 160, "hold": 3, "index": "box"}
+READ = {"sink": 32, "recent": 32}
+#: Policies whose decodes choose what they read, on the host or on the device alone.
+CHOOSING = {
+    "host": REACH,
+    "full": {"name": "full", **READ},
+    "leaders": {"name": "full", **READ, "leaders": 2},
+    "sink-window": {"name": "sink-window", "budget": 224, "buffer": 32, "sink": 32, "allow": []},
+}
 
 
 @pytest.fixture(scope="module")
@@ -28,17 +38,31 @@ def model(tmp_path_factory):
     return make_tiny_llama(tmp_path_factory.mktemp("drafted") / "model", **MODEL)
 
 
+def check_drafts(engine, model, dense, monkeypatch, config=NGRAM, double=Drafter, policy=REACH, size=BLOCK, **options):
+    """Drafts are wrong, right, and some of both; log-probabilities are those of a dense model that chooses for itself.
+
+    `policy`: without a host decodes read less of what is on the device.
+    """
+    compare, chosen, evicted = assert_reaches_like_dense, [], 2
+    like = {"dense": dense, "size": size, **FIELDS}
+    if "host" not in policy:
+        compare, evicted = assert_reads_like_dense, 2 * (policy["name"] != "full")
+        # Of five blocks a policy that evicts reads one of recent tokens, whatever it protects.
+        like |= {"sink": 32, "recent": 1 if evicted else 32}
+    like |= {field: policy[field] for field in policy.keys() & {"leaders"}}
+
+    def check(*answered):
+        chosen.append(compare(None, *answered, **like))
+
+    sizes = {"lengths": (310, 120), "tokens": 180, "evicted": evicted}
+    served = serve(engine, model, {**FIELDS, **policy}, check, monkeypatch, config, double, **sizes, **options)
+    assert min(chosen) > 5 and (double is Drafter or served.runs > 50)
+
+
 @pytest.mark.oracle("full attention")
 @pytest.mark.both_runners
 def test_rows_with_drafts_choose_by_the_largest_share_of_their_queries(engine, model, monkeypatch):
-    """Drafts are wrong, right, and some of both; log-probabilities are those of a dense model that chooses for itself."""
-    policy, dense, chosen = {**REACH, **FIELDS}, DenseLlama(model), []
-
-    def check(prompt, output, trace):
-        chosen.append(assert_reaches_like_dense(None, prompt, output, trace, dense=dense, **FIELDS))
-
-    serve(engine, model, policy, check, monkeypatch, tokens=230)
-    assert min(chosen) > 20
+    check_drafts(engine, model, DenseLlama(model), monkeypatch)
 
 
 def test_a_budget_that_covers_all_drafts_as_stock_does(engine, tiny):
@@ -69,10 +93,14 @@ def drafted(tmp_path_factory, model):
 def test_layers_of_drafters_read_what_stays_on_the_device(engine, drafted, monkeypatch, drafter):
     """They skip rooms, where they have nothing; their logits are finite though all that is freed is poison."""
     model, config, reference = drafted[drafter]
-    dense, chosen = DenseLlama(reference), []
+    check_drafts(engine, model, DenseLlama(reference), monkeypatch, config, LayeredDrafter)
 
-    def check(prompt, output, trace):
-        chosen.append(assert_reaches_like_dense(None, prompt, output, trace, dense=dense, **FIELDS))
 
-    double = serve(engine, model, {**REACH, **FIELDS}, check, monkeypatch, config, LayeredDrafter, tokens=230)
-    assert double.runs > 50 and min(chosen) > 20
+@pytest.mark.oracle("full attention")
+@pytest.mark.both_runners("eagle-sink-window")
+@pytest.mark.parametrize("drafter, name", [("ngram", "full"), ("ngram", "leaders"), ("eagle", "sink-window")])
+def test_rows_with_drafts_read_their_best_blocks(engine, drafted, monkeypatch, drafter, name):
+    """A drafter's layers read all resident blocks."""
+    model, config, reference = drafted["eagle"]
+    like = (NGRAM, Drafter) if drafter == "ngram" else (config, LayeredDrafter)
+    check_drafts(engine, model, DenseLlama(reference), monkeypatch, *like, policy=CHOOSING[name])

@@ -44,12 +44,18 @@ def assert_reads_like_dense(model, prompt, output, trace, *, dense=None, atol=2e
         dense.forward(tokens[: trace.start], cache, torch.ones(trace.start, trace.start).tril().bool())
         n = trace.start
     size = chooser.size
-    for count, evicted in zip(trace.steps, trace.evicted):
+    for count, settled, drafts, evicted in zip(trace.steps, trace.settled, trace.drafts, trace.evicted):
         first, n = n, n + count
-        resident = [block for block in range(math.ceil(n / size)) if block not in gone]
-        base = torch.arange(n) <= torch.arange(first, n)[:, None]
-        base &= torch.isin(torch.arange(n) // size, torch.tensor(resident))
-        logits.append(dense.forward(tokens[first:n], cache, chooser.mask(base, resident))[0])
+        computed = [*tokens[first : first + settled], *drafts]
+        end = first + len(computed)
+        resident = [block for block in range(math.ceil(end / size)) if block not in gone]
+        base = torch.arange(end) <= torch.arange(first, end)[:, None]
+        base &= torch.isin(torch.arange(end) // size, torch.tensor(resident))
+        later = [block for block in resident if settled == 1 and block > first // size]  # drafts begin them
+        mask = chooser.mask(base, resident[: len(resident) - len(later)], settled == 1, later)
+        logits.append(dense.forward(computed, cache, mask)[0][:count])
+        if end > n:  # drafts were rejected
+            dense.crop(cache, n)
         gone |= set(evicted)
     return chooser.assert_answered(torch.cat(logits), len(prompt) - trace.start, output, atol)
 

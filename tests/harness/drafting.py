@@ -280,6 +280,7 @@ def serve(
     double=Drafter,
     tokens=160,
     lengths=(250, 90),
+    evicted=2,
     **options,
 ):
     """Serve with a drafter that is right by chance alone, then by answers before.
@@ -289,6 +290,7 @@ def serve(
     Args:
         tokens: of an answer.
         lengths: of prompts, in tokens.
+        evicted: least number of blocks that a request loses.
         options: further arguments of the engine.
     """
     monkeypatch.setenv("VLLM_EVICT_POISON", "1")
@@ -304,7 +306,7 @@ def serve(
         drafter.texts = [[*prompt, *output.outputs[0].token_ids] for prompt, output in zip(prompts, outputs)]
         for prompt, output, trace in zip(prompts, outputs, traces):
             drafter.tell(prompt, trace)
-            assert sum(map(len, trace.evicted)) >= 2
+            assert sum(map(len, trace.evicted)) >= evicted
             check(prompt, output, trace)
         server.llm.reset_prefix_cache()
     server.assert_nothing_left()

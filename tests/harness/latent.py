@@ -87,6 +87,10 @@ class DenseAbsorbed(DenseLatent):
         cache.latents = {}
         return cache
 
+    def crop(self, cache, length):
+        cache.crop(length)
+        cache.latents = {module: latents[:length] for module, latents in cache.latents.items()}
+
     def forward(self, ids, cache, mask, want_probs=False):
         self._cache_latents = cache.latents
         return super().forward(ids, cache, mask, want_probs)

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import drafting
 import numpy as np
 import pytest
+import test_reach
+import test_read
 import torch
 from engine import PLAN, V2, after, assert_like_stock, logprobs_of, random_prompt
 from interpreter import in_place_of, use_kernels
@@ -106,6 +108,40 @@ def test_evictions_and_answers_are_those_of_a_dense_model(engine, hybrids, poiso
             assert assert_like_oracle(dense, prompt, output, trace, H2O, block_size=BLOCK, atol=ATOL) > 2
     assert min(moved) > 0.01  # what was evicted matters to this model
     server.assert_nothing_left()
+
+
+#: Of 5 blocks one is of sinks, 3 are the room and one has recent tokens.
+REACH = {"budget": 640, "sink": 128, "recent": 1, "read": 512, "hold": 3}
+
+
+@pytest.mark.oracle("latents beside states (simulated)")
+@pytest.mark.both_runners(KIMI)
+@pytest.mark.parametrize("architecture", [LIGHTNING, KIMI])
+def test_layers_reach_blocks_of_the_host(engine, hybrids, poisoned, architecture):
+    """What a layer chooses of the pool's blocks its kernel reads by kernel blocks."""
+    folder, dense = hybrids(architecture)
+    policy = {"name": "full", "evict": "host", "host": "256MiB", "buffer": 0, **REACH}
+    server = engine(policy, model=folder, enable_prefix_caching=False, **OPTIONS)
+    requests = [(random_prompt(length, length), {"max_tokens": 12, "logprobs": 1}) for length in (1200, 1000, 40)]
+    for prompt, output, trace in server.answered(requests):
+        like = {**REACH, "dense": dense, "size": BLOCK, "atol": ATOL}
+        chosen = test_reach.assert_reaches_like_dense(None, prompt, output, trace, **like)
+        assert chosen > 2 or len(prompt) == 40
+    test_reach.assert_nothing_left(server)
+
+
+@pytest.mark.oracle("latents beside states (simulated)")
+def test_layers_read_their_best_blocks(engine, hybrids, poisoned):
+    folder, dense = hybrids(LIGHTNING)
+    read = {"read": 512, "sink": 128, "recent": 1, "hold": 3}
+    server = engine({"name": "full", **read}, model=folder, enable_prefix_caching=False, **OPTIONS)
+    requests = [(random_prompt(length, length), {"max_tokens": 12, "logprobs": 1}) for length in (900, 40)]
+    for answered in server.answered(requests):
+        assert (
+            test_read.assert_reads_like_dense(None, *answered, dense=dense, atol=ATOL, size=BLOCK, **read)
+            > 2 * (len(answered[0]) > 40) - 1
+        )
+    test_read.assert_nothing_left(server)
 
 
 @pytest.mark.oracle("latents beside states (simulated)")

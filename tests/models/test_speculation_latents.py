@@ -1,10 +1,20 @@
 """Speculative decoding beside latents (MLA): rows with drafts are chunks of a prompt there; transformers is the oracle."""
 
 import pytest
+import test_reach_drafts
 import torch
 from drafting import NGRAM, SERVED, VOCAB, Drafter, LayeredDrafter, prompt_of, serve, speculative
 from interpreter import in_place_of
-from latent import DenseLatent, add_mtp, keep_what_is_asked, make_eagle3, make_latent, reference_mla, stand_in
+from latent import (
+    DenseAbsorbed,
+    DenseLatent,
+    add_mtp,
+    keep_what_is_asked,
+    make_eagle3,
+    make_latent,
+    reference_mla,
+    stand_in,
+)
 from parity import assert_like_oracle
 from safetensors.torch import load_file
 from test_drafters import assert_full_is_stock
@@ -89,6 +99,16 @@ def test_evictions_and_logprobs_match_transformers(engine, folders, drafters, de
     config, double = drafters[drafter]
     served = serve(engine, folders(DEEPSEEK), POLICIES[name], check, monkeypatch, config, double, tokens=100, **OPTIONS)
     assert drafter == "ngram" or served.runs > 100
+
+
+@pytest.mark.oracle("latents")
+@pytest.mark.both_runners("mtp-host")
+@pytest.mark.parametrize("drafter, name", [("ngram", "host"), ("mtp", "host"), ("ngram", "full"), ("mtp", "full")])
+def test_rows_with_drafts_choose_what_they_read(engine, folders, drafters, monkeypatch, drafter, name):
+    """On the host, or on the device alone."""
+    folder = folders(DEEPSEEK)
+    like = (DenseAbsorbed(folder), monkeypatch, *drafters[drafter], test_reach_drafts.CHOOSING[name])
+    test_reach_drafts.check_drafts(engine, folder, *like, size=BLOCK, **OPTIONS)
 
 
 @pytest.mark.oracle("latents")

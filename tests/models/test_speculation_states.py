@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import test_reach_drafts
 import torch
 from drafting import DRAFTS, NGRAM, VOCAB, Drafter, LayeredDrafter, make_dspark, prompt_of, serve, speculative
 from engine import V2
@@ -63,6 +64,16 @@ def test_evictions_and_logprobs_match_transformers(engine, model, dense, monkeyp
     config, double = DRAFTERS[drafter]
     served = serve(engine, model, POLICIES[name], check, monkeypatch, config, double, tokens=80, **OPTIONS)
     assert drafter == "ngram" or served.runs > 100
+
+
+@pytest.mark.oracle("hybrids")
+@pytest.mark.both_runners("mtp-host")
+@pytest.mark.parametrize("drafter, name", [("ngram", "host"), ("mtp", "host"), ("mtp", "full")])
+def test_rows_with_drafts_choose_what_they_read(engine, model, dense, monkeypatch, drafter, name):
+    """On the host, or on the device alone. In float32: `stand_in_for_gdn` computes what vLLM's kernel does."""
+    stand_in_for_gdn()
+    like = (dense, monkeypatch, *DRAFTERS[drafter], test_reach_drafts.CHOOSING[name])
+    test_reach_drafts.check_drafts(engine, model, *like, enable_prefix_caching=V2)
 
 
 @pytest.mark.oracle("hybrids")

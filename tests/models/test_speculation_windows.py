@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import test_reach_drafts
 from drafting import (
     MODEL,
     NGRAM,
@@ -87,6 +88,18 @@ def test_evictions_and_logprobs_match_the_dense_oracle(engine, folders, dense, m
         assert served.runs > 100 and (window == WINDOW if drafter == "sliding" else window is None)
 
 
+@pytest.mark.oracle("sliding windows")
+@pytest.mark.both_runners("eagle-host")
+@pytest.mark.parametrize(
+    "drafter, name", [("ngram", "host"), ("eagle", "host"), ("sliding", "host"), ("eagle", "full")]
+)
+def test_rows_with_drafts_choose_what_they_read(engine, folders, dense, monkeypatch, drafter, name):
+    """On the host, or on the device alone."""
+    model, config = folders[drafter]
+    double, policy = Drafter if drafter == "ngram" else LayeredDrafter, test_reach_drafts.CHOOSING[name]
+    test_reach_drafts.check_drafts(engine, model, dense, monkeypatch, config, double, policy)
+
+
 def test_a_drafter_stands_in_one_of_several_groups_that_lose_blocks(engine, tmp_path, monkeypatch):
     """Groups evict different blocks, and the drafter's layer loses those of its group."""
     model = make_tiny_llama(tmp_path / "model", **{**MODEL, "layers": 5, "windows": [0, WINDOW, 0, WINDOW, 0]})
@@ -115,6 +128,14 @@ def test_drafts_in_parallel_match_the_dense_oracle(engine, folders, dense, monke
         assert assert_like_oracle(dense, prompt, output, trace, POLICIES["h2o"], tie=2e-6) >= 2
 
     assert serve(engine, model, POLICIES["h2o"], check, monkeypatch, config, LayeredDrafter).runs > 50
+
+
+@pytest.mark.oracle("chunks of local attention")
+@pytest.mark.parametrize("name", ["host", "full"])
+def test_rows_with_drafts_choose_what_they_read_beside_chunks(engine, tmp_path, monkeypatch, name):
+    model = make_tiny(tmp_path / "model", "llama4_text", vocab_size=VOCAB)
+    policy = test_reach_drafts.CHOOSING[name]
+    test_reach_drafts.check_drafts(engine, model, DenseLogits(model), monkeypatch, policy=policy)
 
 
 @pytest.mark.oracle("chunks of local attention")

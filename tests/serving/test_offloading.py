@@ -180,11 +180,12 @@ def assert_indexed(server):
         assert torch.equal(key_signs(keys), reach._index[0][blocks])
 
 
-@pytest.mark.parametrize("kind", ["offloading", "simple"])
-def test_what_is_stored_beside_blocks_that_layers_read_on_the_host(offloads, stock, kind):
+@pytest.mark.parametrize("kind, drafts", [("offloading", None), ("simple", None), ("offloading", NGRAM)])
+def test_what_is_stored_beside_blocks_that_layers_read_on_the_host(offloads, stock, kind, drafts):
     """Requests unload blocks while these are stored late; a prompt that the connector loads is indexed, and unloaded."""
     policy = {"name": "full", "evict": "host", "host": "64MiB", "budget": 192, "recent": 64, "sink": 32, "read": 160}
-    server = offloads(kind, policy, room=96, blocks=72, max_model_len=1024, max_num_seqs=6, enable_prefix_caching=True)
+    options = dict(room=96, blocks=72, max_model_len=1024, max_num_seqs=6, enable_prefix_caching=True)
+    server = offloads(kind, policy, **options, speculative_config=drafts)
     books, unloaded = Books(server), 0
     for seed in (1, 2):
         for prompt, asked in mixed(seed):

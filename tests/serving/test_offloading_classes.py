@@ -22,6 +22,7 @@ from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 pytestmark = pytest.mark.since("0.30", "its offloading connector has other hooks than the double of a host")
 
 H2O = {"name": "h2o", "budget": 192, "recent": 64, "sink": 32, "allow": ["full"]}
+REACH = {"name": "full", "evict": "host", "host": "64MiB", "budget": 192, "recent": 64, "sink": 32, "buffer": 0}
 HOST = {"cpu_bytes_to_use": 64 << 20, "spec_name": "HostSpec", "spec_module_path": "connector", "delay": 3}
 OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": HOST}
 SIMPLE = {**OFFLOADING, "kv_connector": "SimpleCPUOffloadConnector"}
@@ -65,6 +66,21 @@ def test_hits_after_requests_lost_blocks_are_what_stock_vllm_computes(
 ):
     """Prompts that requests computed and stored, while they lost blocks, are hit by requests that keep everything: with
     other ends, and with the answers, which were computed over holes."""
+    check_hits(engine, folder, kind, transfer, monkeypatch, H2O)
+
+
+#: Classes beside which layers read blocks on the host.
+REACHED = [case for case in CASES if case[1] in (OFFLOADING, SIMPLE)]
+
+
+@pytest.mark.nightly(push=("latents-OffloadingConnector", "sliding windows-SimpleCPUOffloadConnector"))
+@pytest.mark.parametrize("kind, transfer", REACHED, ids=[f"{kind}-{each['kv_connector']}" for kind, each in REACHED])
+def test_hits_beside_blocks_that_layers_read_on_the_host(engine, folder, kind, transfer, monkeypatch, poisoned):
+    """What decodes that read less computed is stored no more; prompts that are loaded go to the host down to the budget."""
+    check_hits(engine, folder, kind, transfer, monkeypatch, REACH)
+
+
+def check_hits(engine, folder, kind, transfer, monkeypatch, policy):
     monkeypatch.setattr(simple_cpu_offload_connector, "SimpleCPUOffloadWorker", SimpleHostWorker)
     monkeypatch.setitem(KVConnectorFactory._registry, "NixlConnector", lambda: ShelfConnector)
     Shelf.clear()
@@ -75,8 +91,9 @@ def test_hits_after_requests_lost_blocks_are_what_stock_vllm_computes(
     if kind in KEPT:
         options["prefix_cache_retention_interval"] = BLOCK
     prompts = [random_prompt(length, length) for length in (449, 641, 545)]
-    asked = {"max_tokens": 24, "logprobs": 0}
-    server = engine(H2O, **options, kv_transfer_config=transfer)
+    # Where layers read blocks on the host, decodes read less than stock's.
+    asked = {"max_tokens": 24 if policy is H2O else 1, "logprobs": 0}
+    server = engine(policy, **options, kv_transfer_config=transfer)
     lost = server.generate(prompts, max_tokens=80)
     assert all(output.kv_usage.evicted_blocks > 4 for output in lost)
     settle(server)

@@ -96,7 +96,7 @@ SERVERS = {
         "split tokens kvzip context host read layers prompts scored",
     ),
     "diffusion": ({"model_config__is_diffusion": True}, ALL),
-    "chunks": (CHUNKS, "split tokens kvzip context host audit layers prompts read scored"),
+    "chunks": (CHUNKS, "split tokens kvzip context audit layers prompts"),
     "Inkling": ({"model_config__architectures": ["InklingForConditionalGeneration"]}, ALL),
     "R-SWA": ({"model_config__rswa_window": 64}, ALL),
     "ALiBi": ({"model_config__uses_alibi": True}, ALL.replace("full ", "")),
@@ -116,7 +116,7 @@ SERVERS = {
         {**MLA, "attention_config__backend": AttentionBackendEnum.AMX_MLA},
         "split tokens kvzip context layers prompts scored",
     ),
-    "latents beside states": ({**MLA, **HYBRID}, "split tokens kvzip context host read layers prompts scored audit"),
+    "latents beside states": ({**MLA, **HYBRID}, "split tokens kvzip context layers prompts scored audit"),
     "states": (HYBRID, "split kvzip context layers prompts audit"),
     "windows": (WINDOWS, "split kvzip context layers prompts audit"),
     "shared caches": (text(num_kv_shared_layers=1), "split kvzip context layers prompts"),
@@ -146,25 +146,25 @@ SERVERS = {
         "h2o tokens kvzip context read layers prompts scored max mean pressure audit host",
     ),
     "no prefix cache": (UNCACHED, "kvzip"),
-    "n-grams": (drafts("ngram"), "kvzip context read layers prompts scored mean audit"),
-    "n-grams on V2": ({**drafts("ngram"), **V2}, "kvzip context read layers prompts scored mean audit"),
+    "n-grams": (drafts("ngram"), "kvzip context layers prompts scored mean audit"),
+    "n-grams on V2": ({**drafts("ngram"), **V2}, "kvzip context layers prompts scored mean audit"),
     "n-grams beside cached states": ({**drafts("ngram"), **HYBRID}, ALL),
     "n-grams beside cached states on V2": (
         {**drafts("ngram"), **HYBRID, **V2},
-        "split tokens kvzip context host read layers prompts scored mean audit",
+        "split tokens kvzip context layers prompts scored mean audit",
     ),
     "n-grams beside uncached states": (
         {**drafts("ngram"), **HYBRID, **UNCACHED},
-        "split tokens kvzip context host read layers prompts scored mean audit",
+        "split tokens kvzip context layers prompts scored mean audit",
     ),
     "n-grams beside latents and states": (
         {**drafts("ngram"), **HYBRID, **MLA, **UNCACHED},
-        "split tokens kvzip context host read layers prompts scored mean audit",
+        "split tokens kvzip context layers prompts scored mean audit",
     ),
     "MTP beside latents and states": ({**drafts("mtp"), **HYBRID, **MLA, **UNCACHED}, ALL),
     "n-grams beside chunks": (
         {**drafts("ngram"), **CHUNKS},
-        "split tokens kvzip context host read layers prompts scored mean audit",
+        "split tokens kvzip context layers prompts scored mean audit",
     ),
     "EAGLE beside chunks": ({**drafts("eagle"), **CHUNKS}, ALL),
     "EAGLE beside unlike keys and values": ({**drafts("eagle"), **UNLIKE}, ALL),
@@ -175,26 +175,26 @@ SERVERS = {
     "DSpark on V1": (drafts("dspark", parallel=True), ALL),
     "DSpark": (
         {**drafts("dspark", parallel=True), **V2},
-        "split tokens kvzip context read layers prompts scored mean audit",
+        "split tokens kvzip context layers prompts scored mean audit",
     ),
     "n-grams on a GPU, on V1": (drafts("ngram_gpu"), ALL),
     "n-grams on a GPU, on V2": (
         {**drafts("ngram_gpu"), **V2},
-        "kvzip context read layers prompts scored mean audit",
+        "kvzip context layers prompts scored mean audit",
     ),
     "DFlash on V1": (drafts("dflash", parallel=True), ALL),
     "DFlash": (
         {**drafts("dflash", parallel=True), **V2},
-        "split tokens kvzip context read layers prompts scored mean audit",
+        "split tokens kvzip context layers prompts scored mean audit",
     ),
     "DFlash beside latents": ({**drafts("dflash", parallel=True), **V2, **MLA}, ALL),
     "DSpark beside states": (
         {**drafts("dspark", parallel=True), **V2, **HYBRID},
-        "split tokens kvzip context host read layers prompts scored mean audit",
+        "split tokens kvzip context layers prompts scored mean audit",
     ),
     "DFlash beside windows": (
         {**drafts("dflash", parallel=True), **V2, **WINDOWS},
-        "split tokens kvzip context host read layers prompts scored mean audit",
+        "split tokens kvzip context layers prompts scored mean audit",
     ),
     "DFlash by another architecture": (
         {
@@ -206,33 +206,33 @@ SERVERS = {
     "adaptive verification": (drafts("mtp", enable_adaptive_verification=True), ALL),
     "several MTP modules": (
         drafts("mtp", use_multi_module_mtp=lambda: True),
-        "split kvzip context read layers prompts scored mean audit",
+        "split kvzip context layers prompts scored mean audit",
     ),
     "several MTP modules on V2": ({**drafts("mtp", use_multi_module_mtp=lambda: True), **V2}, ALL),
     "another method": (drafts("medusa"), ALL),
     "as many drafts as a block has tokens": (drafts("ngram", 16), ALL),
-    "MTP": (drafts("mtp"), "split kvzip context read layers prompts scored mean audit"),
+    "MTP": (drafts("mtp"), "split kvzip context layers prompts scored mean audit"),
     "MTP in parallel": (drafts("mtp", parallel=True), ALL),
     "MTP under async scheduling": (
         {**drafts("mtp"), **ASYNC},
-        "split tokens kvzip context read layers prompts scored mean audit",
+        "split tokens kvzip context layers prompts scored mean audit",
     ),
     "MTP beside latents": (
         {**drafts("mtp"), **MLA},
-        "split tokens kvzip context host read layers prompts scored mean audit",
+        "split tokens kvzip context layers prompts scored mean audit",
     ),
     "MTP beside latents under async scheduling": (
         {**drafts("mtp"), **MLA, **ASYNC},
-        "split tokens kvzip context host read layers prompts scored mean audit",
+        "split tokens kvzip context layers prompts scored mean audit",
     ),
     "MTP beside windows": (
         {**drafts("mtp"), **WINDOWS},
-        "split tokens kvzip context host read layers prompts scored mean audit",
+        "split tokens kvzip context layers prompts scored mean audit",
     ),
     "a draft model beside windows": ({**drafts("draft_model"), **WINDOWS}, ALL),
     "EAGLE beside latents": (
         {**drafts("eagle"), **MLA},
-        "split tokens kvzip context host read layers prompts scored mean audit",
+        "split tokens kvzip context layers prompts scored mean audit",
     ),
     "a connector": (connector(), "split kvzip context host read layers prompts scored audit"),
     "a connector under async scheduling": (
@@ -258,11 +258,11 @@ SERVERS = {
     "LMCache beside states": ({**connector("LMCacheMPConnector", "kv_both"), **HYBRID}, ALL),
     "offloading beside states": (
         {**connector("SimpleCPUOffloadConnector", "kv_both"), **HYBRID},
-        "split kvzip context host read layers prompts scored audit",
+        "split kvzip context read layers prompts scored audit",
     ),
     "offloading beside windows": (
         {**connector("OffloadingConnector", "kv_both"), **WINDOWS},
-        "split kvzip context host read layers prompts scored audit",
+        "split kvzip context read layers prompts scored audit",
     ),
     "a connector and n-grams": (
         {**connector(), **drafts("ngram")},

@@ -237,9 +237,9 @@ SETTINGS = {
         dict(speculative_config={**NGRAM, "num_speculative_tokens": 32}, block_size=32),
         '"num_speculative_tokens" in --speculative-config to less than 32',
     ),
-    "read and speculative decoding": (
-        dict(policy={"name": "full", "read": 1024}, speculative_config=NGRAM),
-        "leave read out",
+    "dense_layers or a list of leaders and speculative decoding": (
+        dict(policy={"name": "full", "read": 1024, "dense_layers": 2}, speculative_config=NGRAM),
+        "leave dense_layers and leaders out",
     ),
     "encoder-cache connector": (
         dict(ec_transfer_config={"ec_connector": "ExampleConnector", "ec_role": "ec_both"}),

@@ -242,7 +242,7 @@ class GroupRuntime:
         if not (self.with_holes and live):
             return metadata
         hidden = self.source.hidden(self.batch.req_ids)
-        if self.in_step and not self.source.staging:
+        if self.in_step and not self.source.rewrites:
             table, lens, _ = self.views.of(self, metadata)
         else:
             table, lens, _ = self.views.drafting(self, metadata, hidden)

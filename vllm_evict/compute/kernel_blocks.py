@@ -22,6 +22,8 @@ class KernelBlockViews:
         self._group, self._count = group, group.block_size // size
         self._offsets = torch.arange(self._count, dtype=torch.int32, device=group.device)
         self._memory: torch.Tensor | None = None
+        #: Arguments of the step's `_split`.
+        self._step: tuple[torch.Tensor, int] | None = None
 
     def view(self, metadata: Any) -> tuple[Any, Any, Any]:
         """Return `GroupRuntime.view` by the pool's blocks, the same metadata by kernel blocks, and the step's work.
@@ -36,8 +38,14 @@ class KernelBlockViews:
         viewed, work = group.view(whole)
         read, table = copy(viewed), viewed.block_table_tensor
         changed = table.data_ptr() != whole.block_table_tensor.data_ptr()
-        read.block_table_tensor = self._split(table, viewed.max_seq_len) if changed else split
+        self._step = (table, viewed.max_seq_len) if changed else None
+        read.block_table_tensor = self._split(*self._step) if self._step else split
         return viewed, read, work
+
+    def rewritten(self) -> None:
+        """Split the step's view again, which a layer has written."""
+        assert self._step is not None, "a layer has written into vLLM's own block table"
+        self._split(*self._step)
 
     def drafting_view(self, metadata: Any) -> Any:
         """Return `GroupRuntime.drafting_view` by kernel blocks.

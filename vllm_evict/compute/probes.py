@@ -10,6 +10,9 @@ from ..core.plan import Reports
 from .parts import AllReduce, Part
 from .step_batch import Row, StepBatch
 
+#: Attribute of a backend's metadata with its `kernel_blocks.KernelBlockViews`; absent: kernels read the pool's blocks.
+KERNEL_BLOCKS = "kv_evict_kernel_blocks"
+
 
 @dataclass(slots=True)
 class LayerCall:
@@ -23,6 +26,7 @@ class LayerCall:
         kv_cache: cache of these heads.
         metadata: the backend's metadata of the KV group.
         output: [T, H, D].
+        stored: whether the cache has the step's tokens.
     """
 
     ops: Any
@@ -32,11 +36,18 @@ class LayerCall:
     kv_cache: Any
     metadata: Any
     output: Any = None
+    stored: bool = True
 
     @property
     def kv_heads(self) -> int:
         """KV heads of the layer in the KV group."""
         return self.ops.kv_heads(self.kv_cache)
+
+    def rewritten(self) -> None:
+        """Hear that the layer has written the batch's block table: what kernels read of it is copied again."""
+        if (views := getattr(self.metadata, KERNEL_BLOCKS, None)) is not None:
+            views.rewritten()
+        self.ops.rewritten(self.metadata)
 
 
 class Measured(NamedTuple):

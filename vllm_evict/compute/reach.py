@@ -415,13 +415,17 @@ class ReachInPlace(StepSource):
         """Compute the index of blocks that filled, choose and fetch for the layer, and write what it reads."""
         again = call.place in self._chosen
         self._chosen.add(call.place)
-        if self._filled is not None and not again:
-            self._reach.fill(call, self._filled)
+        if call.stored and not again:
+            self.fill(call)
         if self._rows is not None and self._reach.reads(call.place):
             rows = self._rows._replace(chooses=torch.zeros_like(self._rows.chooses)) if again else self._rows
             self._reach.read(call, rows, self._table)
-            call.ops.rewritten(call.metadata)
+            call.rewritten()
         return super().table(call)
+
+    def fill(self, call: LayerCall) -> None:
+        if self._filled is not None:
+            self._reach.fill(call, self._filled)
 
 
 class ReachStep(ReachInPlace):

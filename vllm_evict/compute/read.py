@@ -5,6 +5,7 @@ has no room. Layers that lead in a list are those of OmniKV (Hao et al., ICLR 20
 is that of Recycled Attention (Xu et al., 2024).
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -72,12 +73,16 @@ class Read(Reach):
     def _forget(self, req_id: str) -> None:
         self._slots.append(self._of.pop(req_id).slot)
 
+    def hidden(self, req_ids: Sequence[str]) -> list[tuple[int, range]]:
+        return []
+
     def read_on_host(self) -> dict[str, np.ndarray]:
         return {}
 
     def _rows(self, batch: StepBatch) -> tuple[np.ndarray, np.ndarray]:
         if self._of_batch[0] is not batch:
-            less = self._config.reads_less(batch.chunks, batch.resident_tokens, self.block_size)
+            sure = batch.resident_tokens - batch.drafts - (0 if batch.slack is None else batch.slack)
+            less = self._config.reads_less(batch.chunks, sure, self.block_size)
             self._of_batch = batch, np.flatnonzero(less)
         return self._of_batch[1], np.zeros(0, np.int64)
 

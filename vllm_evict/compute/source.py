@@ -64,6 +64,9 @@ class StepSource:
         """Return the backend's metadata with the block table that a layer reads, and its lengths, int32 [R]."""
         return call.metadata, self.lens
 
+    def fill(self, call: LayerCall) -> None:
+        """Take in the blocks that the step has filled in a layer, which stores its tokens as it attends."""
+
 
 class Source(Part):
     """The part that chooses what decodes attend to: all resident blocks.
@@ -90,6 +93,11 @@ class Source(Part):
     def writes(self) -> bool:
         """Whether layers write what they read into the backend's table, also of requests without holes."""
         return False
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether the step's view gets other blocks than the resident ones: a drafter's layers have their own then."""
+        return self.staging > 0 or self.writes
 
     def cut(self, metadata: Any, live: int) -> Cut | None:
         """Return the step's batch with rows cut, if parts of them read different blocks.

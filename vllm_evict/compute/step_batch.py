@@ -44,7 +44,7 @@ class StepBatch:
         req_ids: requests, in row order.
         starts: int32 [R + 1], first query of each row.
         queries: int32 [R], their number.
-        chunks: int32 [R], queries of the row's request in the step.
+        chunks: int [R], queries of verified tokens of the row's request in the step.
         seq_lens: int32 [R], tokens with holes: position of the last query + 1. They may be too large by `slack`.
         lengths: int32 [R], the same as the device knows them.
         resident_tokens: int32 [R], from `seq_lens`.
@@ -76,9 +76,15 @@ class StepBatch:
         self.longest = int(self.resident_tokens.max())
         self.starts: np.ndarray = metadata.query_start_loc_cpu[: len(self.req_ids) + 1].numpy()
         self.queries, self.written = np.diff(self.starts), metadata.block_table_tensor
-        self.chunks = self.queries if cut is None else cut.chunks
         self.verified, self.slack = batch.verified_queries(self.queries), batch.slack()
+        verified = self.queries if self.verified is None else self.verified
+        self.chunks = verified if cut is None else cut.chunks
         self.rows: dict[str, Row] = {}
+
+    @property
+    def drafts(self) -> np.ndarray:
+        """How many queries of each row are of drafts: int [R]."""
+        return np.zeros_like(self.queries) if self.verified is None else self.queries - self.verified
 
     @property
     def decodes(self) -> np.ndarray:

@@ -85,7 +85,7 @@ class Views:
             hidden: rows, and logical blocks that are left out (see `Source.hidden`).
         """
         tables, block_size = metadata.block_table_tensor, self._groups[0].block_size
-        view = self.memory(group, tables.shape, bool(group.source.staging)).of_rows(len(tables))
+        view = self.memory(group, tables.shape, group.source.rewrites).of_rows(len(tables))
         if hidden:
             tables = tables.clone()
             for row, blocks in hidden:

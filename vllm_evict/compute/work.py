@@ -120,6 +120,10 @@ class StepWork:
         """
         self._source.table(call)
 
+    def after(self, call: LayerCall) -> None:
+        """Take in what a layer has stored that was not when `before` was called."""
+        self._source.fill(call)
+
     def do(self, call: LayerCall) -> None:
         """Do the work of one layer, after the stock kernel (see `attention.ops.BackendOps`)."""
         metadata, lens = (call.metadata, self.seq_lens) if self.precedes else self._source.table(call)

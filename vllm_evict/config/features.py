@@ -77,9 +77,13 @@ KVZIP = Feature(
     lambda config: config.reconstructs,
     'leave kvzip out of name and "allow" (snapkv, h2o and keydiff need no second pass)',
 )
-OFF_THE_HOST = "set evict: drop, and leave budget, host and read out"
+OFF_THE_HOST = "set evict: drop, and leave out budget, host, fetch, and read with leaders, hold and index"
 HOST = Feature("evict: host", lambda config: config.evict == "host", OFF_THE_HOST)
-READ = Feature("read", lambda config: config.sparse_heads, "leave read out")
+READ = Feature(
+    "read",
+    lambda config: config.sparse_heads,
+    "leave read out, with leaders, dense_layers, hold, index and read_prompts",
+)
 PROMPTS = Feature(
     "read_prompts", lambda config: any(part.read_prompts for part in config.classes.values()), "leave read_prompts out"
 )

@@ -178,7 +178,7 @@ class Requests(Frozen):
 
     def _handed_to(self: C, policy: Declaration, block_size: int, prompt_len: int) -> dict[str, Any]:
         """Return the fields that this configuration hands to another policy; see `for_request`."""
-        if self.name == "full":
+        if self.keeps_all:
             return self._reading()
         default = type(self)(name=self.name)
         scoring = (self.policy.options & policy.options) - names_of(KEEPING)

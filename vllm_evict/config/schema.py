@@ -262,9 +262,9 @@ def _keeps_on_the_host(config: KVPolicyConfig) -> None:
     if config.host is None:
         raise ValueError("evict: host: it needs a size of host memory, such as host: 8GiB")
     for name in config.allow or ():
-        if config.reaches and name != "full":
-            raise ValueError(f"allow: evict: host of 'full' keeps every block, {name!r} does not: leave {name} out")
-        if name != "full" and "evict" not in policy_named(name).options:
+        if config.reaches and policy_named(name).reconstructs:
+            raise ValueError(f"allow: {name!r} repeats prompts, which no test runs with evict: host: leave {name} out")
+        if not config.reaches and name != "full" and "evict" not in policy_named(name).options:
             others = sorted(n for n in REGISTRY if "evict" in REGISTRY[n].options)
             raise ValueError(f"allow: {name!r} has no evict: host; requests may pick: {', '.join(others)}")
 
@@ -303,7 +303,7 @@ def _reads_less(config: KVPolicyConfig) -> None:
                 f"allow: {name!r} evicts, and prompts that read less have all their blocks; expected read_prompts of "
                 f"'full' alone: leave {name} out"
             )
-        if "read" not in policy_named(name).options:
+        if config.sparse and "read" not in policy_named(name).options:
             others = REGISTRY.with_option("read")
             raise ValueError(
                 f"allow: {name!r} measures attention, and a server with read sees only what it reads; requests may "

@@ -162,6 +162,10 @@ BY_NAME = {
     "reach-latent": ("latent", _reach),
     "reach-hybrid": ("falcon_h1", _reach),
     "reach-drafts": ("drafted", _reach),
+    "reach-drafts-windows": ("drafted-windows", _reach),
+    "reach-drafts-latent": ("latent", _reach),
+    "reach-drafts-gdn": ("qwen3_next", _reach),
+    "read-drafts": ("drafted", _read_alike),
     "read-windows": ("windows", _read_alike),
     "read-latent": ("latent", _read_alike),
     "read-hybrid": ("falcon_h1", _read_alike),
@@ -185,7 +189,8 @@ DRAFTERS = {
 }
 for kind in DRAFTERS if V2 else ():
     DRAFTERS[kind] += ["DSPARK"] * (kind not in ("drafts-latent", "drafts-chunks"))
-DRAFTERS["reach-drafts"] = DRAFTERS["connected"] = DRAFTERS["drafts"]
+DRAFTERS |= {f"reach-{kind}": DRAFTERS[kind] for kind in ("drafts", "drafts-windows", "drafts-latent", "drafts-gdn")}
+DRAFTERS["read-drafts"] = DRAFTERS["connected"] = DRAFTERS["drafts"]
 _ON_HOST = {"cpu_bytes_to_use": 16 << 20, "spec_name": "HostSpec", "spec_module_path": "connector"}
 #: Connectors of the kind "connected", as of `Case.options`; doubles stand for what is behind them (connector.py).
 CONNECTORS = [
@@ -261,6 +266,7 @@ def make_case(number, kind=None, smallest=False):
     kind = kind or list(KINDS)[number % len(KINDS)]
     like = random.Random(f"like {number}").choice(LIKE.get(kind, [kind]))
     model, (_, make_policy) = {**KINDS, **BY_NAME}[kind][0], {**KINDS, **BY_NAME}[like]
+    drafts = kind.removeprefix("reach-") if kind in DRAFTERS else ""
     size = 32 if V2 else rng.choice([32, 32, 32, 64])
     sizes = {"budget": size * rng.choice([4, 5, 6]), "sink": size, "recent": size, "buffer": rng.choice([0, size])}
     if model in ("windows", "drafted-windows", "llama4_text"):
@@ -275,11 +281,13 @@ def make_case(number, kind=None, smallest=False):
         policy = {field: value for field, value in policy.items() if field not in ("sink", "recent")}
     if "host" in policy:
         # A block of these models is up to so many times as large, with layers of a drafter.
-        policy["host"] *= {"searched": 2, "latent": 7, "drafted": 6}.get(model, 1)
+        policy["host"] *= {"searched": 2, "latent": 7, "drafted": 6, "drafted-windows": 6, "qwen3_next": 36}.get(
+            model, 1
+        )
     # CPU_MLA takes rows with drafts for chunks of prompts, whose lengths it has from the host. Under async scheduling,
     # which vLLM switches off on a CPU, the host does not know them: stock vLLM's own answers are wrong there (EAGLE-3 on
     # V2: log-probabilities are off by up to 0.8, and by 1e-6 without async scheduling or without drafts).
-    asynchronous = rng.random() < 0.4 and kind not in ("drafts-latent", "drafts-chunks")
+    asynchronous = rng.random() < 0.4 and drafts not in ("drafts-latent", "drafts-chunks")
     wide = _wide(kind)
     chunk = size * rng.choice([5, 8, 10] if wide else [2, 3, 5, 8])
     if like == "context":
@@ -303,13 +311,13 @@ def make_case(number, kind=None, smallest=False):
         "drafts-windows": 3,
         "drafts-gdn": 3,
         "read": 2,
-    }.get(like, 1)
+    }.get(drafts or like, 1)
     options = {
         "max_num_batched_tokens": chunk,
         "max_num_seqs": 16 if like == "pressure" else seqs,
         # vLLM's CPU engine has none for latents, and for states beside drafts on V2 alone.
         "enable_prefix_caching": like == "kvzip"
-        or (rng.random() < 0.85 and model != "latent" and (V2 or kind != "drafts-gdn")),
+        or (rng.random() < 0.85 and model != "latent" and (V2 or drafts != "drafts-gdn")),
         "scheduling_policy": rng.choice(["fcfs", "priority"]),
         "async_scheduling": asynchronous,
     }
@@ -318,7 +326,7 @@ def make_case(number, kind=None, smallest=False):
         options["speculative_config"] = rng.choice(drafters)
     if kind == "connected":
         options["kv_transfer_config"] = rng.choice(CONNECTORS)
-    if kind == "drafts-latent":
+    if drafts == "drafts-latent":
         # vLLM's CPU engine computes prompts of latents whole. Beside drafts it sets `max_num_scheduled_tokens` before it
         # enlarges its steps for them, so stock vLLM (0.32.0) never starts a prompt longer than the steps asked for.
         options["max_num_batched_tokens"] = LONGEST * size
@@ -358,7 +366,7 @@ def make_program(case, number, requests):
             program.append({"at": at, "reset": rng.random() < 0.5})
         shared = rng.choice([0, 1, 2.3, 4, 4, 7]) * size
         own = rng.choice([1, size // 2, size, 2 * size, int(size * rng.uniform(1, 8))])
-        if case.kind == "drafts-gdn":
+        if case.kind.endswith("drafts-gdn"):
             # A prompt of one token, beside requests that generate, gets placeholders for drafts on Model Runner V2, and
             # runs as a chunk of a prompt: stock vLLM (0.32.0) goes on from a state with these placeholders in it.
             own = max(own, 2)

@@ -129,7 +129,7 @@ class DenseHybrid:
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="masked").eval()
         config = self.model.config
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.dtype, self.head_dim = dtype, SIZES["head_dim"]
+        self.dtype, self.head_dim = dtype, getattr(config, "head_dim", None) or SIZES["head_dim"]
         self._first, self._mask, self._masks, self._probs = 0, torch.ones(2, 2, dtype=torch.bool).tril(), {}, []
         self.model(torch.zeros(1, 2, dtype=torch.long), use_cache=False)
         self.layers = len(self._probs)
@@ -137,6 +137,11 @@ class DenseHybrid:
 
     def new_cache(self):
         return [torch.zeros(0, dtype=torch.long), {}]
+
+    def crop(self, cache, length):
+        """As `DenseLlama.crop`."""
+        tokens, masks = cache
+        cache[:] = tokens[:length], {layer: mask[:, :length, :length] for layer, mask in masks.items()}
 
     @torch.no_grad()
     def forward(self, ids, cache, mask, want_probs=False):

@@ -145,7 +145,7 @@ class DenseLatentHybrid:
     It stands in for `oracle.model.DenseLlama`. Its cache holds the tokens so far and the mask of their queries.
     """
 
-    dtype, heads, kv_heads = torch.float32, HEADS, 1
+    dtype, heads, kv_heads, scale, head_dim = torch.float32, HEADS, 1, (NOPE + ROPE) ** -0.5, LATENT + ROPE
 
     def __init__(self, path: Path) -> None:
         self.own = json.loads((path / "config.json").read_text())
@@ -159,24 +159,28 @@ class DenseLatentHybrid:
         self.cached: list[torch.Tensor] = []
 
     def new_cache(self):
-        return [torch.zeros(0, dtype=torch.long), torch.zeros(0, 0, dtype=torch.bool)]
+        return [torch.zeros(0, dtype=torch.long), {}]
+
+    def crop(self, cache, length):
+        """As `DenseLlama.crop`."""
+        tokens, masks = cache
+        cache[:] = tokens[:length], {layer: mask[..., :length, :length] for layer, mask in masks.items()}
 
     @torch.no_grad()
     def forward(self, ids, cache, mask, want_probs=False):
-        """As `DenseLlama.forward`, with one mask for all heads."""
-        tokens, before = cache
-        tokens = torch.cat([tokens, torch.as_tensor(ids, dtype=torch.long)])
-        first, seen = len(before), torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
-        seen[:first, :first] = before
-        seen[first:] = mask
-        cache[:] = tokens, seen
+        """As `DenseLlama.forward`, with one mask for all heads, or a function of a layer, absorbed queries [Q, H, C + R]
+        and cached keys [N, 1, C + R] that returns it.
+        """
+        tokens, masks = cache
+        first = len(tokens)
+        tokens = cache[0] = torch.cat([tokens, torch.as_tensor(ids, dtype=torch.long)])
         probs, self.cached = [], []
         x = self.w[self.names["embed"]][tokens]
         for layer in range(LAYERS):
             pre = f"model.layers.{layer}."
             h, attention = self._norm(x, f"{pre}input_layernorm.weight"), pre + self.names["attention"]
             if layer in self.latent:
-                mixed, its = self._attend(h, attention, seen)
+                mixed, its = self._attend(h, attention, masks, mask, first)
                 probs.append(its[:, first:])
             elif self.architecture == "BailingMoeV2_5ForCausalLM":
                 mixed = self._lightning(h, attention, layer)
@@ -201,7 +205,7 @@ class DenseLatentHybrid:
     def _norm(self, x, name):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * self.w[name]
 
-    def _attend(self, h, pre, seen):
+    def _attend(self, h, pre, masks, rows, first):
         if self.own["q_lora_rank"] is None:
             query = self._by(h, f"{pre}q_proj")
         else:
@@ -212,6 +216,15 @@ class DenseLatentHybrid:
         if not self.own.get("mla_use_nope"):
             turned, shared = self._pairs(turned), self._pairs(shared[:, None])[:, 0]
         self.cached.append(torch.cat([latent, shared], -1))
+        layer = len(self.cached) - 1
+        if callable(rows):
+            up = self.w[f"{pre}kv_b_proj.weight"].unflatten(0, (HEADS, -1))[:, :NOPE]
+            queries = torch.cat([torch.einsum("qhd,hdc->qhc", plain[first:], up), turned[first:]], -1)
+            rows = rows(layer, queries, self.cached[-1][:, None])
+        seen = torch.zeros(HEADS, len(h), len(h), dtype=torch.bool)
+        seen[:, :first, :first] = masks.get(layer, False)
+        seen[:, first:] = rows
+        masks[layer] = seen
         keys, values = self._by(latent, f"{pre}kv_b_proj").unflatten(-1, (HEADS, -1)).split([NOPE, VALUE], -1)
         scores = torch.einsum("qhd,khd->hqk", plain, keys) + torch.einsum("qhd,kd->hqk", turned, shared)
         probs = (scores * (NOPE + ROPE) ** -0.5).masked_fill(~seen, -torch.inf).softmax(-1)

@@ -120,6 +120,10 @@ class DenseLlama:
         logits = self._linear(self._norm(x, "model.norm"), "lm_head")
         return logits, torch.stack(probs) if want_probs else None
 
+    def crop(self, cache, length):
+        """Leave the first `length` tokens in `cache`."""
+        cache[:] = [(keys[:length], values[:length]) for keys, values in cache]
+
     def turn(self, cache, shift):
         """Rotate the keys of each token in `cache` by so many positions more. shift: int64 [N]."""
         cos, sin = self._rope(shift)

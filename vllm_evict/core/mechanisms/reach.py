@@ -49,7 +49,8 @@ class Reach(Mechanism):
 
     def limit_tokens(self, request: Any, computed_tokens: int, new_tokens: int) -> int:
         blocks = self.view.groups[0].residents.get(request.request_id)
-        if blocks is not None and new_tokens and request.num_tokens - computed_tokens > 1:
+        is_prompt = new_tokens and request.num_tokens - computed_tokens > 1
+        if blocks is not None and blocks.config.reaches and is_prompt:
             new_tokens = self._limit_chunk(request, blocks, computed_tokens, new_tokens)
         if new_tokens:
             self._planned[request.request_id] = verified(request, computed_tokens, new_tokens)

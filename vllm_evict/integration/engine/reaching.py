@@ -113,7 +113,7 @@ class Reaching(Reach):
         """Return the prefix that is on the device or on the host, if it is longer than what vLLM has found."""
         blocks, size = self._manager.residents[request.request_id], self._manager.block_size
         self.cancel_arrival(blocks)
-        found = [] if request.skip_reading_prefix_cache else self._find(request)
+        found = [] if request.skip_reading_prefix_cache or not blocks.config.reaches else self._find(request)
         if len(found) * size <= hit.tokens:
             return hit
         found, holes, room = self._divide(request, blocks, found)

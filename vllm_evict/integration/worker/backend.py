@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, replace_as
 from ...compute.attention.ops import BackendOps
 from ...compute.group import GroupRuntime
 from ...compute.kernel_blocks import KernelBlockViews
-from ...compute.probes import LayerCall
+from ...compute.probes import KERNEL_BLOCKS, LayerCall
 from ...config import KVPolicyError
 from ..engine.spec import EVICTABLE
 from ..start import advice
@@ -62,7 +62,6 @@ def resident_backend(
             self.kernel_blocks: KernelBlockViews | None = None
             if kv_cache_spec.block_size != runtime.block_size:
                 served = ops.splits_blocks and self.vllm_config.model_config.is_hybrid and splits_in_builders()
-                served = served and not runtime.source.staging  # layers write tables by the pool's blocks
                 if not served:
                     whole = partial(advice.reads_whole, runtime.block_size)
                     others = advice.either(advice.working(self.vllm_config, ops.whole_blocks, whole))
@@ -87,6 +86,8 @@ def resident_backend(
             measured = read if ops.by_kernel_blocks else viewed
             metadata = ops.metadata(self, stock, measured, needed, runtime.batch.graph is not None)
             setattr(metadata, STEP_WORK, work)
+            if self.kernel_blocks is not None:
+                setattr(metadata, KERNEL_BLOCKS, self.kernel_blocks)
             return metadata
 
         def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Any:

@@ -4,6 +4,7 @@ A layer, and not its `AttentionImpl`, sees all queries of a step.
 """
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from vllm.model_executor.layers.attention import MLAAttention
 from ...compute.attention.ops import BackendOps
 from ...compute.kernel_blocks import whole_blocks
 from ...compute.probes import LayerCall
+from ...compute.work import StepWork
 from .backend import PLACE, STEP_WORK
 
 #: The layer that Kimi-Linear and Kimi K3 have on NVIDIA GPUs. A CPU may not import its module.
@@ -49,6 +51,21 @@ def working_latent(layer: type, ops: BackendOps, attended: set[Any], block_size:
             """Of absorbed queries on a device. AMX_MLA keeps no `W_UK_T`."""
             return self.W_UK_T.dtype
 
+        def kv_evict_write(
+            self, q: torch.Tensor, metadata: Any, output: torch.Tensor, stored: bool = True
+        ) -> StepWork | None:
+            """Let the step's work write what the stock kernel reads; return it, None: there is none.
+
+            `stored`: whether the cache has the step's tokens.
+            """
+            work: StepWork | None = getattr(metadata, STEP_WORK, None)
+            if work is None or not work.precedes:
+                return None
+            # Rows that the backend takes for chunks of prompts may read blocks of the host, too.
+            end = max(metadata.num_decode_tokens, work.queried)
+            work.before(replace(self.kv_evict_call(q[:end], metadata, output), stored=stored))
+            return work
+
         def kv_evict_measure(self, q: torch.Tensor, metadata: Any, output: torch.Tensor) -> None:
             if metadata is not None:  # None: a dummy step without attention
                 attended.add(self)
@@ -80,11 +97,7 @@ def working_latent(layer: type, ops: BackendOps, attended: set[Any], block_size:
             *args: Any,
             **kwargs: Any,
         ) -> Any:
-            work = getattr(attn_metadata, STEP_WORK, None)
-            if work is not None and work.precedes:
-                # Rows that the backend takes for chunks of prompts may read blocks of the host, too.
-                end = max(attn_metadata.num_decode_tokens, work.queried)
-                work.before(self.kv_evict_call(q[:end], attn_metadata, output))
+            self.kv_evict_write(q, attn_metadata, output)
             result = super().forward_impl(q, k_c_normed, k_pe, kv_cache, attn_metadata, output, *args, **kwargs)
             self.kv_evict_measure(q, attn_metadata, output)
             return result
@@ -92,9 +105,15 @@ def working_latent(layer: type, ops: BackendOps, attended: set[Any], block_size:
     class WorkingKimi(Working):
         @eager_break_during_capture
         def _attention(self, positions: Any, q: Any, kv_c_normed: Any, k_pe: Any, attn_out: Any) -> None:
+            of_layers = get_forward_context().attn_metadata
+            if of_layers is None:  # a profiling run
+                super()._attention(positions, q, kv_c_normed, k_pe, attn_out)
+                return
+            metadata = of_layers[self.layer_name]
+            work = self.kv_evict_write(q, metadata, attn_out, stored=False)
             super()._attention(positions, q, kv_c_normed, k_pe, attn_out)
-            metadata = get_forward_context().attn_metadata
-            if metadata is not None:  # None: a profiling run
-                self.kv_evict_measure(q, metadata[self.layer_name], attn_out)
+            if work is not None:
+                work.after(self.kv_evict_call(q[:0], metadata, attn_out))
+            self.kv_evict_measure(q, metadata, attn_out)
 
     return WorkingLatent if issubclass(layer, MLAAttention) else WorkingKimi

@@ -1,6 +1,16 @@
 """What a server that drafts may be, and what of a policy or of itself that cannot stand."""
 
-from ....config.features import ANY, CONTEXT, HOST, KVZIP, MEAN, READ, SPLIT, TOKENS
+from ....config.features import (
+    ANY,
+    CONTEXT,
+    KVZIP,
+    MEAN,
+    PROMPTS,
+    READ_OF_LAYERS,
+    READ_OF_SOME,
+    SPLIT,
+    TOKENS,
+)
 from .. import drafters
 from .environment import UNTRIED, Environment
 from .server import NGRAM
@@ -8,11 +18,6 @@ from .server import NGRAM
 #: Methods of speculative decoding that are served.
 METHODS = (*drafters.WITHOUT_LAYERS, *drafters.WITH_LAYERS)
 
-LATENT_STATES = Environment(
-    "latents (MLA) beside linear attention",
-    lambda server: server.model.use_mla and server.states,
-    dict.fromkeys((HOST, READ), "whose kernels read a copy of the block table"),
-)
 OLD_V2 = Environment(
     "Model Runner V2 before vLLM 0.32", lambda server: server.runner == "V2" and not server.serves_on_v2, {}, "{use_v1}"
 )
@@ -42,7 +47,8 @@ SPECULATION = Environment(
         CONTEXT: "",
         KVZIP: "which has no drafts for the requests that repeat prompts",
         MEAN: "where the queries of drafts do not count",
-        READ: "",
+        READ_OF_LAYERS: "whose rows have one length for all layers",
+        **dict.fromkeys((READ_OF_SOME, PROMPTS), UNTRIED),
     },
     "leave --speculative-config out",
 )
@@ -50,12 +56,6 @@ DRAFTS_BESIDE_STATES = Environment(
     "speculative decoding beside states",
     lambda server: server.drafts and server.states,
     {TOKENS: UNTRIED},
-    "leave --speculative-config out",
-)
-DRAFTS_BESIDE = Environment(
-    "speculative decoding beside {beside}",
-    lambda server: server.drafts and server.beside,
-    {HOST: UNTRIED},
     "leave --speculative-config out",
 )
 MANY_DRAFTS = Environment(

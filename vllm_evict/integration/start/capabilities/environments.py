@@ -136,7 +136,7 @@ DIFFUSION = Environment("models with non-causal attention", lambda server: serve
 CHUNKED = Environment(
     "chunked-local attention layers",
     lambda server: windows.chunks(server.vllm_config),
-    dict.fromkeys((TOKENS, HOST, READ), UNTRIED),
+    {TOKENS: UNTRIED},
     "set --max-model-len {text.attention_chunk_size} or less, where chunks hide nothing",
 )
 RSWA = Environment(
@@ -241,11 +241,10 @@ CONNECTOR = Environment(
     "leave --kv-transfer-config and --kv-offloading-size out",
 )
 UNREACHED_CONNECTOR = Environment(
-    "the KV connector {connector}{besides}",
-    lambda server: server.transfer and (server.besides or not server.stores_alone),
+    "the KV connector {connector}",
+    lambda server: server.transfer and not server.stores_alone,
     {HOST: UNTRIED},
-    "use OffloadingConnector or SimpleCPUOffloadConnector, for full attention without drafts, or leave "
-    "--kv-transfer-config and --kv-offloading-size out",
+    "use OffloadingConnector or SimpleCPUOffloadConnector, or leave --kv-transfer-config and --kv-offloading-size out",
 )
 LMCACHE = Environment(
     f"the KV connector {connectors.LMCACHE}",
@@ -393,8 +392,7 @@ EMPTY_STAGE = Environment(
     "a stage of the pipeline without layers",
     lambda server: server.empty_stage,
     {ANY: UNTRIED},
-    "set VLLM_PP_LAYER_PARTITION to a layer or more of each stage, or use --tensor-parallel-size in place of "
-    "--pipeline-parallel-size",
+    "{filled_stages}use --tensor-parallel-size in place of --pipeline-parallel-size",
 )
 MICROBATCHES = Environment(
     "dual-batch overlap or microbatches",

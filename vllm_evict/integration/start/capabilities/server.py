@@ -176,7 +176,17 @@ class Server:
         """Whether a stage of the pipeline has no layers."""
         layers = (envs.VLLM_PP_LAYER_PARTITION or "").split(",")
         stages = self.parallel.pipeline_parallel_size
-        return stages > 1 and ("0" in map(str.strip, layers) or self.model.get_total_num_hidden_layers() < stages)
+        return stages > 1 and ("0" in map(str.strip, layers) or self._more_stages)
+
+    @property
+    def _more_stages(self) -> bool:
+        """Whether the pipeline has more stages than the model layers."""
+        return bool(self.model.get_total_num_hidden_layers() < self.parallel.pipeline_parallel_size)
+
+    @property
+    def filled_stages(self) -> str:
+        """How each stage gets layers; "": the model has too few."""
+        return "set VLLM_PP_LAYER_PARTITION to a layer or more of each stage, or " * (not self._more_stages)
 
     @cached_property
     def kv_heads(self) -> str:
@@ -279,7 +289,8 @@ class Server:
 
     @property
     def backends_of_any_block(self) -> str:
-        return advice.either(advice.working(self.vllm_config, DEVICE_BACKENDS, advice.is_any))
+        names = (name for name in DEVICE_BACKENDS if name != self.backend)
+        return advice.either(advice.working(self.vllm_config, names, advice.is_any))
 
     # --- drafts and connectors ---------------------------------------------------------------------------------------
 
@@ -360,12 +371,6 @@ class Server:
         extra = {} if self.transfer is None else self.transfer.kv_connector_extra_config
         chunks = extra.keys() & {"blocks_per_chunk", "block_size"}
         return self.connector in connectors.OFFLOADING and self.connector != connectors.LMCACHE and not chunks
-
-    @property
-    def besides(self) -> str:
-        """What of the server, beside a connector, tests do not run with it where layers read blocks on the host."""
-        named = (self.beside, "speculative decoding" if self.drafts else None)
-        return "".join(f" beside {each}" for each in named if each)
 
     @property
     def storing(self) -> str:
