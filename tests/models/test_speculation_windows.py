@@ -131,6 +131,14 @@ def test_drafts_in_parallel_match_the_dense_oracle(engine, folders, dense, monke
 
 
 @pytest.mark.oracle("chunks of local attention")
+@pytest.mark.parametrize("name", ["host", "full"])
+def test_rows_with_drafts_choose_what_they_read_beside_chunks(engine, tmp_path, monkeypatch, name):
+    model = make_tiny(tmp_path / "model", "llama4_text", vocab_size=VOCAB)
+    policy = test_reach_drafts.CHOOSING[name]
+    test_reach_drafts.check_drafts(engine, model, DenseLogits(model), monkeypatch, policy=policy)
+
+
+@pytest.mark.oracle("chunks of local attention")
 @pytest.mark.both_runners
 def test_drafts_beside_chunks_match_the_dense_oracle(engine, tmp_path, monkeypatch):
     """Llama 4, and n-grams. For drafters with layers vLLM switches its hybrid KV cache manager off."""

@@ -4,6 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import test_device_backends
+import test_reach
+import test_read
 from drafting import NGRAM, speculative
 from engine import random_requests
 from oracle.logits import DenseLogits, make_tiny
@@ -109,6 +111,15 @@ def test_shorter_chunks_keep_their_blocks_themselves(engine, tmp_path, poisoned)
         assert output.num_cached_tokens >= 448 if hit else 0 < output.num_cached_tokens < 448
         assert assert_like_oracle(dense, tokens, output, trace, {"name": "full"}) == 0
     server.assert_nothing_left()
+
+
+@pytest.mark.oracle("chunks of local attention")
+@pytest.mark.both_runners("test_reach")
+@pytest.mark.parametrize("check", [test_reach.check_classes, test_read.check_classes], ids=lambda each: each.__module__)
+def test_layers_beside_shorter_chunks_choose_what_they_read(engine, tmp_path, poisoned, check):
+    """On the host, or on the device alone."""
+    model = make_tiny(tmp_path / "model", "llama4_text")
+    check(engine, DenseLogits(model), model=model)
 
 
 @pytest.mark.parametrize("backend", [on("triton"), on("fa3")], indirect=True)

@@ -70,7 +70,7 @@ def test_hits_after_requests_lost_blocks_are_what_stock_vllm_computes(
 
 
 #: Classes beside which layers read blocks on the host.
-REACHED = [case for case in CASES if case[1] in (OFFLOADING, SIMPLE) and case[0] != "chunks"]
+REACHED = [case for case in CASES if case[1] in (OFFLOADING, SIMPLE)]
 
 
 @pytest.mark.nightly(push=("latents-OffloadingConnector", "sliding windows-SimpleCPUOffloadConnector"))

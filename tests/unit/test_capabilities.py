@@ -96,7 +96,7 @@ SERVERS = {
         "split tokens kvzip context host read layers prompts scored",
     ),
     "diffusion": ({"model_config__is_diffusion": True}, ALL),
-    "chunks": (CHUNKS, "split tokens kvzip context host audit layers prompts read scored"),
+    "chunks": (CHUNKS, "split tokens kvzip context audit layers prompts"),
     "Inkling": ({"model_config__architectures": ["InklingForConditionalGeneration"]}, ALL),
     "R-SWA": ({"model_config__rswa_window": 64}, ALL),
     "ALiBi": ({"model_config__uses_alibi": True}, ALL.replace("full ", "")),
@@ -164,7 +164,7 @@ SERVERS = {
     "MTP beside latents and states": ({**drafts("mtp"), **HYBRID, **MLA, **UNCACHED}, ALL),
     "n-grams beside chunks": (
         {**drafts("ngram"), **CHUNKS},
-        "split tokens kvzip context host read layers prompts scored mean audit",
+        "split tokens kvzip context layers prompts scored mean audit",
     ),
     "EAGLE beside chunks": ({**drafts("eagle"), **CHUNKS}, ALL),
     "EAGLE beside unlike keys and values": ({**drafts("eagle"), **UNLIKE}, ALL),

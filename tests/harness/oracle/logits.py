@@ -131,6 +131,10 @@ class DenseLogits:
         heads = [self.kv_heads if kind == "full_attention" else windows for kind in self.model.config.layer_types]
         return [tuple(torch.zeros(0, its, dim) for dim in (self.head_dim, self.value_dim)) for its in heads]
 
+    def crop(self, cache, length):
+        """As `DenseLlama.crop`."""
+        cache[:] = [(keys[:length], values[:length]) for keys, values in cache]
+
     @torch.no_grad()
     def forward(self, ids, cache, mask, want_probs=False):
         """As `DenseLlama.forward`. Layers that read a cache see what its layer sees, and add to its probabilities."""

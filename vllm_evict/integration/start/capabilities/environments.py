@@ -136,7 +136,7 @@ DIFFUSION = Environment("models with non-causal attention", lambda server: serve
 CHUNKED = Environment(
     "chunked-local attention layers",
     lambda server: windows.chunks(server.vllm_config),
-    dict.fromkeys((TOKENS, HOST, READ), UNTRIED),
+    {TOKENS: UNTRIED},
     "set --max-model-len {text.attention_chunk_size} or less, where chunks hide nothing",
 )
 RSWA = Environment(
