@@ -18,15 +18,15 @@ pytestmark = pytest.mark.minutes
 #: Requests of a program, and programs of each case; two of kinds in which all that is counted below happens in two.
 SIZE, PROGRAMS = (12, 1) if V2 else (56, 4)
 OF_KIND = {} if V2 else dict.fromkeys(("pressure", "bands", "allocated", "duo", "windows", "gaps"), 2)
-# vLLM's reference kernel for latents is slow.
-OF_KIND |= {"latent": 1, "drafts-latent": 1, "searched": 1 if V2 else 3}
+# vLLM's reference kernel for latents is slow, and so is the stand-in for FlashAttention.
+OF_KIND |= {"latent": 1, "drafts-latent": 1, "unlike": 1, "searched": 1 if V2 else 3}
 #: Number of a case of each kind.
 CASES = [1, 1, 11, 21, 22, 8, 6, 7, 8, 11, 1, 1, 8, 7, 14, 1, 8, 1]
 #: Further cases of models whose layers differ: tokens and host blocks; bands of heads and `duo`. Of fp8 caches: pressure
 #: and `context`.
 UNLIKE = [("searched", 3), ("searched", 9), ("gaps", 23), ("gaps", 2), ("fp8", 7), ("fp8", 12)]
-#: Chunks of local attention; drafters beside KV connectors.
-UNLIKE += [("chunks", 1), ("connected", 1)]
+#: Chunks of local attention; drafters beside KV connectors; keys and values of unlike dimensions.
+UNLIKE += [("chunks", 1), ("connected", 1), *([] if V2 else [("unlike", 1)])]
 #: Drafters beside windows and latents.
 UNLIKE += [("drafts-windows", 1), ("drafts-latent", 0)] if V2 else []
 
