@@ -23,10 +23,6 @@ from .shape import Shape
 from .step_batch import StepBatch
 from .store import Store
 from .tiles import Cut, cut
-from .transfer import to_device
-
-#: Of so many successive queries of a tile the first one scores blocks: all of them would cost as much as attention.
-EVERY = 8
 
 
 class Read(Reach):
@@ -38,8 +34,6 @@ class Read(Reach):
 
     #: The batch of a step, and its rows that read less: layers that write the table change what it says of them.
     _of_batch: tuple[StepBatch | None, np.ndarray] = None, np.zeros(0, np.int64)
-    #: int64 [n], tokens of a step whose queries score blocks, row by row; None: it has no tiles.
-    _asking: torch.Tensor | None = None
 
     def __init__(self, config: KVPolicyConfig, shape: Shape, store: Store) -> None:
         self.cuts, requests = bool(config.read_prompts), shape.max_requests
@@ -99,24 +93,14 @@ class Read(Reach):
         return super().rows(batch, rows, table)
 
     def _choices(self, batch: StepBatch, rows: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """See `Reach._choices`. Rows of prompts are tiles, which ask one of `EVERY` queries."""
-        tiles, self._asking = batch.chunks[rows] > 1, None
+        """See `Reach._choices`. Rows of prompts are tiles."""
+        tiles = batch.chunks[rows] > 1
         if not tiles.any():
             return super()._choices(batch, rows, tokens)
         known, unread = np.zeros((OF_ROWS, len(rows)), np.int64), np.zeros(len(rows), np.int64)
         known[:, ~tiles], unread[~tiles] = super()._choices(batch, rows[~tiles], tokens)
         known[:, tiles], unread[tiles] = self._choices_of_tiles(batch, rows[tiles], tokens)
-        asking = -(-known[1] // EVERY)
-        firsts = np.cumsum(asking) - asking
-        places = np.arange(asking.sum()) - np.repeat(firsts, asking)
-        self._asking = to_device(np.repeat(known[0], asking) + places * EVERY, self._device)
-        known[:2] = firsts, asking
         return known, unread
-
-    def read(self, call: LayerCall, rows: ReachRows, table: torch.Tensor, leads: bool | None = None) -> None:
-        if self._asking is not None:
-            call = replace(call, query=call.query[self._asking])
-        super().read(call, rows, table, leads)
 
     def _choices_of_tiles(
         self, batch: StepBatch, rows: np.ndarray, tokens: np.ndarray

@@ -8,8 +8,8 @@ from engine import logprobs_of
 
 #: Tokens of a block.
 BLOCK = 32
-#: Tokens of a prompt that choose together, and of how many of them one is asked.
-TILE, EVERY = 64, 8
+#: Tokens of a prompt that choose together.
+TILE = 64
 
 
 class Chooser:
@@ -104,7 +104,7 @@ class Chooser:
                 for begin, end in tiles:
                     own = list(range(begin // self.size + 1))
                     if layer in self.leads:
-                        some = queries[begin - first : end - first : EVERY]
+                        some = queries[begin - first : end - first]
                         shares[rank, begin] = self.shares(some, keys, own, heads.tolist())
                     last = len(own) - self.recent
                     count = self.of_prompts - self.sinks - (math.ceil(end / self.size) - last)
