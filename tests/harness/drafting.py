@@ -281,6 +281,7 @@ def serve(
     tokens=160,
     lengths=(250, 90),
     evicted=2,
+    kept=10,
     **options,
 ):
     """Serve with a drafter that is right by chance alone, then by answers before.
@@ -291,6 +292,7 @@ def serve(
         tokens: of an answer.
         lengths: of prompts, in tokens.
         evicted: least number of blocks that a request loses.
+        kept: more drafts than these are accepted.
         options: further arguments of the engine.
     """
     monkeypatch.setenv("VLLM_EVICT_POISON", "1")
@@ -301,8 +303,8 @@ def serve(
     for right in (0, "some"):
         drafter.right, before = right, accepted(server)
         outputs, traces = server.traced(requests)
-        drafts, kept = (new - old for new, old in zip(accepted(server)[::-1], before[::-1]))
-        assert drafts and (kept < 5 if right == 0 else kept > 10)
+        drafts, right_ones = (new - old for new, old in zip(accepted(server)[::-1], before[::-1]))
+        assert drafts and (right_ones < 5 if right == 0 else right_ones > kept)
         drafter.texts = [[*prompt, *output.outputs[0].token_ids] for prompt, output in zip(prompts, outputs)]
         for prompt, output, trace in zip(prompts, outputs, traces):
             drafter.tell(prompt, trace)

@@ -319,6 +319,23 @@ def test_drafts_after_evictions_are_verified_as_a_dense_model_answers(engine, tm
     drafting.serve(engine, folder, H2O, check, monkeypatch, tokens=60, lengths=(900, 790), **options)
 
 
+@pytest.mark.oracle("latents beside states (simulated)")
+def test_rows_with_drafts_choose_what_they_read(engine, tmp_path, monkeypatch):
+    stand_in_for_kimi(monkeypatch)
+    folder = make_latent_hybrid(tmp_path / "model", KIMI, drafting.VOCAB)
+    policy = {"name": "full", "evict": "host", "host": "256MiB", "buffer": 0, **REACH}
+    dense, chosen = DenseLatentHybrid(folder), []
+
+    def check(*answered):
+        like = {**REACH, "dense": dense, "size": BLOCK, "atol": ATOL}
+        chosen.append(test_reach.assert_reaches_like_dense(None, *answered, **like))
+
+    # Steps with accepted drafts choose at other tokens, so answers part from those before.
+    options = {**OPTIONS, "enable_prefix_caching": V2, "kept": 0}
+    drafting.serve(engine, folder, policy, check, monkeypatch, tokens=120, lengths=(900, 790), **options)
+    assert min(chosen) > 2
+
+
 def test_drafts_beside_states_that_do_not_take_them_back_are_refused(engine, hybrids):
     options = dict(model=hybrids(LIGHTNING)[0], enable_prefix_caching=False, **OPTIONS)
     with pytest.raises(
