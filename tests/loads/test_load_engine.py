@@ -4,8 +4,9 @@ from collections import Counter
 
 import pytest
 from engine import V2
-from loads.cases import KINDS, Models, make_case, make_program
+from loads.cases import KINDS, make_case, make_program
 from loads.embedded import Failure, Run, run_case
+from loads.models import Models
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from vllm_evict.compute.group import GroupRuntime

@@ -45,8 +45,9 @@ from parts import orders_of
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.request import RequestStatus
 
-from loads.cases import BY_NAME, KINDS, Case, Models, make_case, make_program
+from loads.cases import BY_NAME, KINDS, Case, make_case, make_program
 from loads.host_memory import HostMemory, pool_of
+from loads.models import Models
 from loads.pages import Published, numbers, slices_of
 from loads.shrink import fewest
 from vllm_evict.core.offload import Copy
