@@ -8,6 +8,7 @@ from drafting import (
     Drafter,
     LayeredDrafter,
     accepted,
+    make_dflash,
     make_eagle,
     make_mimo,
     serve,
@@ -84,12 +85,13 @@ def drafted(tmp_path_factory, model):
         "eagle": (model, speculative("eagle", make_eagle(root / "eagle", model, "eagle")), model),
         "small": (model, speculative("draft_model", small), model),
         "mtp": (make_mimo(root / "mimo", wide), speculative("mtp"), wide),
+        "dflash": (model, speculative("dflash", make_dflash(root / "dflash", model)), model),
     }
 
 
 @pytest.mark.oracle("full attention")
 @pytest.mark.both_runners("eagle")
-@pytest.mark.parametrize("drafter", ["eagle", "small", "mtp"])
+@pytest.mark.parametrize("drafter", ["eagle", "small", "mtp", "dflash"])
 def test_layers_of_drafters_read_what_stays_on_the_device(engine, drafted, monkeypatch, drafter):
     """They skip rooms, where they have nothing; their logits are finite though all that is freed is poison."""
     model, config, reference = drafted[drafter]

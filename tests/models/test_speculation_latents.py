@@ -103,7 +103,10 @@ def test_evictions_and_logprobs_match_transformers(engine, folders, drafters, de
 
 @pytest.mark.oracle("latents")
 @pytest.mark.both_runners("mtp-host")
-@pytest.mark.parametrize("drafter, name", [("ngram", "host"), ("mtp", "host"), ("ngram", "full"), ("mtp", "full")])
+@pytest.mark.nightly(push=("ngram-host", "mtp-host", "ngram-full", "mtp-full"))
+@pytest.mark.parametrize(
+    "drafter, name", [("ngram", "host"), ("mtp", "host"), ("eagle3", "host"), ("ngram", "full"), ("mtp", "full")]
+)
 def test_rows_with_drafts_choose_what_they_read(engine, folders, drafters, monkeypatch, drafter, name):
     """On the host, or on the device alone."""
     folder = folders(DEEPSEEK)
