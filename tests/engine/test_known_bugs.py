@@ -438,7 +438,7 @@ def test_a_baseline_crippled_to_look_good(script, monkeypatch):
     monkeypatch.setattr(pressure, "in_child", in_child)
     options.rounds = 1
     pressure.pressure(options, Path("model"), pressure.Shape())
-    assert len(started) == len(pressure.cases(options)) == 8
+    assert len(started) == len(pressure.cases(options)) == 9
     for child, environment in started:
         assert environment == ({"VLLM_PLUGINS": ""} if child["policy"] is None else {})
         name = str(child["policy"])

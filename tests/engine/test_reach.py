@@ -424,7 +424,7 @@ def test_a_host_smaller_than_the_longest_request_is_refused(engine, deep):
         ({"evict": "host", "host": "1GiB", "read": 320}, r"read: got 320; .* more than 64 \+ 256 tokens"),
         ({"when": "pressure"}, "when: .* needs evict: host"),
         ({"evict": "host"}, "needs a size of host memory"),
-        ({"evict": "host", "host": "1GiB", "allow": ["h2o"]}, "leave h2o out"),
+        ({"evict": "host", "host": "1GiB", "allow": ["kvzip"]}, "leave kvzip out"),
     ],
 )
 def test_fields_that_do_not_go_together_are_refused_by_name(fields, message):

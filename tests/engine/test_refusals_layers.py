@@ -312,7 +312,7 @@ def test_the_log_says_that_decodes_which_read_less_are_the_plugins():
         decodes=True,
         block_size=32,
         shape=SimpleNamespace(graph_tokens=4096),
-        source=SimpleNamespace(kept_bytes=3 << 20, reads_all=False),
+        source=SimpleNamespace(kept_bytes=3 << 20, reads_all=False, cuts=False),
     )
     runtime = EvictionRuntime([group], ops_for("CPU_ATTN"))
     runtime.settle(decodes=True, outruns=False, exact=False)

@@ -59,7 +59,7 @@ class DenseLatent(DenseHybrid):
     @torch.no_grad()
     def forward(self, ids, cache, mask, want_probs=False):
         first, ids = cache.get_seq_length(), torch.as_tensor(ids)[None]
-        self._mask, self._probs = mask, []
+        self._begin(mask)
         positions = torch.arange(first, first + ids.shape[1])[None]
         logits = self.model(ids, past_key_values=cache, position_ids=positions, use_cache=True).logits[0]
         return logits, torch.stack(self._probs) if want_probs else None

@@ -147,11 +147,16 @@ class DenseHybrid:
     def forward(self, ids, cache, mask, want_probs=False):
         """As `DenseLlama.forward`, with one mask for all heads, or a function that makes one of each layer."""
         tokens, self._masks = cache
-        self._first, self._mask, self._probs = len(tokens), mask, []
-        first = self._first
+        first = self._first = len(tokens)
+        self._begin(mask)
         tokens = cache[0] = torch.cat([tokens, torch.as_tensor(ids, dtype=torch.long)])
         logits = self.model(tokens[None], use_cache=False).logits[0, first:]
         return logits, torch.stack(self._probs)[:, :, first:] if want_probs else None
+
+    def _begin(self, mask):
+        """Attend by this mask from here on; models that were made since have registered theirs."""
+        ALL_ATTENTION_FUNCTIONS.register("masked", self._attend)
+        self._mask, self._probs = mask, []
 
     def _attend(self, module, query, key, value, attention_mask, scaling, **kwargs):
         mask = self._seen(module, query, key)
