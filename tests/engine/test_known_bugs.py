@@ -449,4 +449,4 @@ def test_a_baseline_crippled_to_look_good(script, monkeypatch):
     (duo,) = (calls.pop(case) for case in list(calls) if "duo" in case)
     assert duo[0].pop("num_gpu_blocks_override") is None
     assert duo == [{k: v for k, v in stock[0].items() if k != "num_gpu_blocks_override"}, *stock[1:]]
-    assert len(calls) == 6 and all(case == stock for case in calls.values())
+    assert len(calls) == 7 and all(case == stock for case in calls.values())
