@@ -22,7 +22,7 @@ OF_KIND = {} if V2 else dict.fromkeys(("pressure", "bands", "allocated", "duo", 
 # vLLM's reference kernel for latents is slow, and so is the stand-in for FlashAttention.
 OF_KIND |= {"latent": 1, "drafts-latent": 1, "unlike": 1, "searched": 1 if V2 else 3}
 #: Number of a case of each kind.
-CASES = [1, 1, 11, 21, 22, 8, 6, 7, 8, 11, 1, 1, 8, 7, 14, 1, 8, 1]
+CASES = [1, 1, 11, 21, 22, 8, 6, 7, 8, 11, 1, 1, 9, 7, 14, 1, 8, 1]
 #: Further cases of models whose layers differ: tokens and host blocks; bands of heads and `duo`. Of fp8 caches: pressure
 #: and `context`.
 UNLIKE = [("searched", 3), ("searched", 9), ("gaps", 23), ("gaps", 2), ("fp8", 7), ("fp8", 12)]
