@@ -127,6 +127,7 @@ BY_NAME = {
     "reach-latent": ("latent", _reach),
     "reach-hybrid": ("falcon_h1", _reach),
     "reach-drafts": ("drafted", _reach),
+    "reach-drafts-windows": ("drafted-window", _reach),
     "reach-drafts-latent": ("latent", _reach),
     "reach-drafts-gdn": ("qwen3_next", _reach),
     "read-drafts": ("drafted", _read_alike),
@@ -154,7 +155,7 @@ DRAFTERS = {
 }
 for kind in DRAFTERS if V2 else ():
     DRAFTERS[kind] += ["DSPARK"] * (kind not in ("drafts-latent", "drafts-chunks"))
-DRAFTERS |= {f"reach-{kind}": DRAFTERS[kind] for kind in ("drafts", "drafts-latent", "drafts-gdn")}
+DRAFTERS |= {f"reach-{kind}": DRAFTERS[kind] for kind in ("drafts", "drafts-windows", "drafts-latent", "drafts-gdn")}
 DRAFTERS["read-drafts"] = DRAFTERS["connected"] = DRAFTERS["drafts"]
 _ON_HOST = {"cpu_bytes_to_use": 16 << 20, "spec_name": "HostSpec", "spec_module_path": "connector"}
 #: Connectors of the kind "connected", as of `Case.options`; doubles stand for what is behind them (connector.py).
@@ -234,7 +235,7 @@ def make_case(number, kind=None, smallest=False):
     drafts = kind.removeprefix("reach-") if kind in DRAFTERS else ""
     size = 32 if V2 else rng.choice([32, 32, 32, 64])
     sizes = {"budget": size * rng.choice([4, 5, 6]), "sink": size, "recent": size, "buffer": rng.choice([0, size])}
-    if model in ("windows", "drafted-windows", "llama4_text"):
+    if model in ("windows", "drafted-windows", "drafted-window", "llama4_text"):
         size = 32
         sizes = {"budget": 160, "sink": 32, "recent": 32, "buffer": rng.choice([0, 32])}
     if model == "latent":
@@ -250,7 +251,9 @@ def make_case(number, kind=None, smallest=False):
         policy = {field: value for field, value in policy.items() if field not in ("sink", "recent")}
     if "host" in policy:
         # A block of these models is up to so many times as large, with layers of a drafter.
-        policy["host"] *= {"searched": 2, "latent": 7, "drafted": 6, "qwen3_next": 36}.get(model, 1)
+        policy["host"] *= {"searched": 2, "latent": 7, "drafted": 6, "drafted-window": 6, "qwen3_next": 36}.get(
+            model, 1
+        )
     # CPU_MLA takes rows with drafts for chunks of prompts, whose lengths it has from the host. Under async scheduling,
     # which vLLM switches off on a CPU, the host does not know them: stock vLLM's own answers are wrong there (EAGLE-3 on
     # V2: log-probabilities are off by up to 0.8, and by 1e-6 without async scheduling or without drafts).

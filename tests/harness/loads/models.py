@@ -39,6 +39,7 @@ MODELS = {
     "mimo_v2_flash": {},
     "drafted": MODEL,
     "drafted-windows": {**MODEL, "layers": 4, "windows": [48, 0, 48, 0]},
+    "drafted-window": {**MODEL, "layers": 3, "windows": [48, 0, 48]},
 }
 #: Models in which layers differ: KV heads of each layer, 0 for a layer without attention.
 SEARCHED = {"searched": (2, 4, 0, 1), "gaps": (4, 0, 4, 4, 0, 4)}
