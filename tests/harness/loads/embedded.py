@@ -21,7 +21,6 @@ import argparse
 import json
 import math
 import os
-import subprocess
 import sys
 import time
 import traceback
@@ -49,7 +48,7 @@ from loads.cases import BY_NAME, KINDS, Case, make_case, make_program
 from loads.host_memory import HostMemory, pool_of
 from loads.models import Models
 from loads.pages import Published, numbers, slices_of
-from loads.shrink import fewest
+from loads.shrink import shrink_record
 from vllm_evict.core.offload import Copy
 
 #: Largest difference of a published key or value from stock's; keys and values of these models go up to about 10.
@@ -415,7 +414,7 @@ def main():
     models = Models(folder / "models")
     with async_as_asked():
         if options.shrink:
-            return shrink(Path(options.shrink))
+            return shrink_record(Path(options.shrink), [sys.executable, __file__, "--program"])
         if options.program:
             record = json.loads(Path(options.program).read_text())
             return _run_record(record, models)
@@ -487,21 +486,6 @@ def _run_record(record, models):
     engine, counts = models.engine(case), Counter()
     run_program(engine, case, record["program"], _published(engine, case, models), models.stock(case), counts)
     print(_line(counts))
-    return 0
-
-
-def shrink(path):
-    """Remove parts of a failing program while it fails, and write the rest beside it."""
-    record, smaller = json.loads(path.read_text()), path.with_suffix(".small.json")
-
-    def fails(program):
-        smaller.write_text(json.dumps({**record, "program": program}))
-        command = [sys.executable, __file__, "--program", str(smaller)]
-        return subprocess.run(command, capture_output=True).returncode != 0
-
-    program = fewest(record["program"], fails)
-    smaller.write_text(json.dumps({**record, "program": program}, indent=1))
-    print(f"{len(program)} of {len(record['program'])}: {smaller}")
     return 0
 
 

@@ -1,8 +1,11 @@
 """How failing programs become short ones that still fail: those of the scheduler's load, and lists of anything."""
 
+import json
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 from .program import Program, default_of, parsed
@@ -19,6 +22,28 @@ def fewest(items: list, fails: Callable[[list], bool]) -> list:
         else:
             size //= 2
     return items
+
+
+def shrink_record(path: Path, command: list[str]) -> int:
+    """Remove requests of a recorded program while it fails, and write the rest beside it.
+
+    Args:
+        path: JSON with a `program`, a list of requests.
+        command: runs the file that is its last argument; it fails if the program does.
+
+    Returns:
+        0, the exit status.
+    """
+    record, smaller = json.loads(path.read_text()), path.with_suffix(".small.json")
+
+    def fails(program: list) -> bool:
+        smaller.write_text(json.dumps({**record, "program": program}))
+        return subprocess.run([*command, str(smaller)], capture_output=True).returncode != 0
+
+    program = fewest(record["program"], fails)
+    smaller.write_text(json.dumps({**record, "program": program}, indent=1))
+    print(f"{len(program)} of {len(record['program'])}: {smaller}")
+    return 0
 
 
 def _without(items: Any, size: int) -> Iterator[Any]:
