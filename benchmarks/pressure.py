@@ -41,14 +41,16 @@ def cases(options: argparse.Namespace) -> dict[str, dict | None]:
     window = {"name": "sink-window", "sink": 32, "recent": 256}
     h2o = {"name": "h2o", "sink": 32, "recent": 64, "buffer": 0}
     kept = {**h2o, "budget": window["sink"] + window["recent"] + options.block_size}
+    # Of prompts that read less than everything by it.
+    read = {"full, prompts read 4096": {"name": "full", "read": 4096, "read_prompts": 4096}}
     return {
         "stock": None,
         "full": {"name": "full"},
+        **(read if options.prompt > 4096 else {}),
         "sink-window": window,
         "h2o": kept,
         # Prompts by vLLM's kernel, and a score pass beside it.
         "h2o, exact": {**kept, "exact": True},
-        "full, prompts read 4096": {"name": "full", "read": 4096, "read_prompts": 4096},
         "full, on the host": {**kept, "name": "full", "evict": "host", "host": "1GiB"},
         "h2o, never evicting": {**h2o, "budget": options.prompt + options.output},
         # Of a Llama alone. Half of the heads keep everything, the others as many tokens as sink-window.

@@ -438,7 +438,7 @@ def test_a_baseline_crippled_to_look_good(script, monkeypatch):
     monkeypatch.setattr(pressure, "in_child", in_child)
     options.rounds = 1
     pressure.pressure(options, Path("model"), pressure.Shape())
-    assert len(started) == len(pressure.cases(options)) == 9
+    assert len(started) == len(pressure.cases(options)) == 8
     for child, environment in started:
         assert environment == ({"VLLM_PLUGINS": ""} if child["policy"] is None else {})
         name = str(child["policy"])
@@ -449,4 +449,4 @@ def test_a_baseline_crippled_to_look_good(script, monkeypatch):
     (duo,) = (calls.pop(case) for case in list(calls) if "duo" in case)
     assert duo[0].pop("num_gpu_blocks_override") is None
     assert duo == [{k: v for k, v in stock[0].items() if k != "num_gpu_blocks_override"}, *stock[1:]]
-    assert len(calls) == 7 and all(case == stock for case in calls.values())
+    assert len(calls) == 6 and all(case == stock for case in calls.values())
