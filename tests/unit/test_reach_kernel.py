@@ -108,9 +108,10 @@ def test_rows_out_of_range_are_refused_before_anything_is_written(isa, field, va
     assert all(torch.equal(one, other) for one, other in zip(state, before))
 
 
-def test_signs_keep_the_direction_of_each_key_from_its_centre():
-    keys = torch.randn(3, 2, 48, 32, generator=torch.Generator().manual_seed(0))
-    taken, centre = signed_keys(key_signs(keys), 32), keys.mean(2, keepdim=True).bfloat16().float()
+@pytest.mark.parametrize("dims", [32, 40])
+def test_signs_keep_the_direction_of_each_key_from_its_centre(dims):
+    keys = torch.randn(3, 2, 48, dims, generator=torch.Generator().manual_seed(0))
+    taken, centre = signed_keys(key_signs(keys), dims), keys.mean(2, keepdim=True).bfloat16().float()
     rest = keys - centre
     want = centre + rest.sign() * rest.abs().mean(-1, keepdim=True).bfloat16().float()
     torch.testing.assert_close(taken, want, atol=1e-5, rtol=1e-5)
