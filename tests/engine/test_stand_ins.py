@@ -339,7 +339,7 @@ def dflash_drafts(batch):
     return ids, at, starts, lengths, into, *context, *samples, warmth, seeds
 
 
-def verified(batch):
+def verified(batch, rates=None):
     drafts, at = rejection_sampler.gather_draft_sampled(
         batch.input_ids, batch.positions, batch.logits_indices, batch.expanded_idx_mapping, batch.expanded_local_pos,
         batch.prefill_lens,
@@ -350,7 +350,7 @@ def verified(batch):
     proposed = torch.where(right, best.roll(1), drafts)
     tokens, numbers = rejection_sampler_utils.rejection_sample(
         batch.logits, None, proposed, batch.cu_num_logits, at, batch.idx_mapping, batch.expanded_idx_mapping,
-        batch.expanded_local_pos, batch.temperature, batch.seeds, batch.drafts,
+        batch.expanded_local_pos, batch.temperature, batch.seeds, batch.drafts, rates,
     )  # fmt: skip
     flat = torch.zeros(batch.num_logits, dtype=torch.int64)
     rejection_sampler._flatten_sampled_kernel[(batch.requests,)](
@@ -359,9 +359,14 @@ def verified(batch):
     return drafts, at, numbers, flat
 
 
+def verified_by_chance(batch):
+    return verified(batch, torch.tensor([0.8, 0.5, 0.3]))
+
+
 CASES = (
     writes, gathered, slots, prefills, positions, combined, counted, updated, expanded, accepted, states,
     sampled, noise, ranked, of_prompts, improbable, grammars, ngrams, drafted, standalone_drafts, dflash_drafts, verified,
+    verified_by_chance,
 )  # fmt: skip
 
 

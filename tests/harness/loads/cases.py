@@ -205,6 +205,7 @@ class Case:
         blocks: of the pool; None: the smallest one that start-up accepts.
         options: further engine arguments; "EAGLE", "EAGLE3", "MTP" and "DSPARK" stand for drafters of the model with
             random weights, which are wrong, "SAME" for one with the model's own weights, which is right.
+        by_chance: whether drafts are accepted by chance (vLLM's `synthetic` rejections), whatever the model says.
     """
 
     number: int
@@ -214,6 +215,7 @@ class Case:
     block_size: int
     blocks: int | None
     options: dict
+    by_chance: bool = False
 
     @property
     def longest(self):
@@ -308,7 +310,9 @@ def make_case(number, kind=None, smallest=False):
     blocks = (
         None if smallest else 1 + int(groups * LONGEST * rng.choice([2, 2.5, 3, 4] if roomy else [1.25, 1.5, 2, 3]))
     )
-    return Case(number, kind, model, policy, size, blocks, options)
+    wrong = kind in DRAFTERS and options["speculative_config"] != "SAME"
+    by_chance = V2 and wrong and random.Random(f"by chance {number}").random() < 0.7
+    return Case(number, kind, model, policy, size, blocks, options, by_chance)
 
 
 def _wide(kind):

@@ -43,6 +43,8 @@ MODELS = {
 }
 #: Models in which layers differ: KV heads of each layer, 0 for a layer without attention.
 SEARCHED = {"searched": (2, 4, 0, 1), "gaps": (4, 0, 4, 4, 0, 4)}
+#: Of drafts that are accepted by chance: of each of a step's, that it is and those before it are.
+CHANCES = [0.8, 0.55, 0.35]
 #: Layers x KV heads: one layer has no retrieval head, one has nothing else.
 RETRIEVAL = [[0, 1, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0], [1, 0, 0, 0]]
 
@@ -144,6 +146,9 @@ class Models:
         }
         if isinstance(drafter := options.get("speculative_config"), str):
             options["speculative_config"] = self._drafter(drafter, case.model)
+        if case.by_chance:
+            chances = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": CHANCES}
+            options["speculative_config"] = {**options["speculative_config"], **chances}
         poison, os.environ["VLLM_EVICT_POISON"] = os.environ.get("VLLM_EVICT_POISON"), "1"
         try:
             if case.blocks is not None:

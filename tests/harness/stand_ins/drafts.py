@@ -168,9 +168,10 @@ def rejection(
     local_residual_mass_stride, vocab_num_blocks, PADDED_VOCAB_NUM_BLOCKS, HAS_DRAFT_LOGITS, SYNTHETIC_MODE,
     USE_BLOCK_VERIFICATION,
 ):  # fmt: skip
-    if HAS_DRAFT_LOGITS or SYNTHETIC_MODE or USE_BLOCK_VERIFICATION or target_logits.element_size() != 4:
+    if HAS_DRAFT_LOGITS or USE_BLOCK_VERIFICATION or target_logits.element_size() != 4:
         return NotImplemented
     count = grid[0]
+    rates = memory(synthetic_conditional_rates) if SYNTHETIC_MODE else None
     firsts, drafts = memory(cu_num_logits)[: count + 1].tolist(), memory(draft_sampled).tolist()
     maxima = rows(target_local_max, firsts[-1], target_local_max_stride, vocab_num_blocks)
     tokens = rows(target_local_argmax, firsts[-1], target_local_argmax_stride, vocab_num_blocks)
@@ -180,11 +181,17 @@ def rejection(
     for row, request in enumerate(memory(idx_mapping)[:count].tolist()):
         accepted = 0
         for logit in range(firsts[row], firsts[row + 1] - 1):
-            draft = drafts[logit + 1]
+            draft, place = drafts[logit + 1], logit - firsts[row]
+            if SYNTHETIC_MODE or temperatures[request] != 0:
+                chance = uniform(int(seeds[request]), int(positions[logit]))
             if temperatures[request] == 0:
                 block = np.where(np.isnan(maxima[logit]), -np.inf, maxima[logit]).argmax()
                 token = tokens[logit, block]
-                right = token == draft
+                if SYNTHETIC_MODE:
+                    right = draft >= 0 and chance < rates[place]
+                    token = draft if right else token
+                else:
+                    right = token == draft
             elif draft < 0:
                 break
             else:
@@ -193,8 +200,8 @@ def rejection(
                     maxima[logit], target_local_sumexp, logit * target_local_sumexp_stride, PADDED_VOCAB_NUM_BLOCKS
                 )
                 share = memory(target_logits)[logit * target_logits_stride + draft] - totals[row]
-                right = share > np.log(uniform(int(seeds[request]), int(positions[logit])))
-            out[row * sampled_stride + logit - firsts[row]] = token
+                right = chance < rates[place] if SYNTHETIC_MODE else share > np.log(chance)
+            out[row * sampled_stride + place] = token
             if not right:
                 break
             accepted += 1
