@@ -1,5 +1,7 @@
-// Vectors of LANES floats, and elements in memory that become such vectors. mass_kernel.h and
+// Vectors of LANES floats, and elements in memory that become such vectors. mass_layouts.h and
 // reach_kernel.h include it; mass_kernel.h says which names have to be defined before.
+
+#pragma once
 
 #include <cstdint>
 

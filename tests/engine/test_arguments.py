@@ -15,12 +15,16 @@ from unittest import mock
 
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs, get_kwargs
-from vllm.entrypoints.serve.utils.api_utils import get_non_default_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_evict import KVPolicyConfig, KVPolicyError
 from vllm_evict.config import presets
 from vllm_evict.integration.start import arguments, fallback
+
+try:
+    from vllm.entrypoints.common.startup import get_non_default_args
+except ImportError:  # before vLLM 0.33
+    from vllm.entrypoints.serve.utils.api_utils import get_non_default_args
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,13 @@ from unittest.mock import patch
 import pytest
 import torch
 from engine import V2
+from packaging.version import Version
 from triton.runtime import interpreter
 
-if not V2 or not version("vllm").startswith("0.32."):
-    pytest.skip("kernels of Model Runner V2, as of vLLM 0.32", allow_module_level=True)
+if not V2 or Version(version("vllm")) < Version("0.32"):
+    pytest.skip("kernels of Model Runner V2, as of vLLM 0.32 and later", allow_module_level=True)
 
-from stand_ins import STAND_INS, digest_of
+from stand_ins import STAND_INS, digest_of, parameters
 from vllm.v1.worker import mamba_utils, utils
 from vllm.v1.worker.gpu import block_table, buffer_utils, input_batch, structured_outputs
 from vllm.v1.worker.gpu.model_states import mamba_hybrid
@@ -87,7 +88,7 @@ class Batch:
 def writes(batch):
     rows, starts, contents = (torch.tensor(each, dtype=torch.int32) for each in ([3, 1, 3], [2, 0, 9], range(12)))
     args = rows, starts, contents, torch.tensor([4, 11, 12], dtype=torch.int32)
-    kernel = buffer_utils._apply_write_kernel[(3,)]
+    kernel = buffer_utils._apply_write_kernel[(3, 2)]
     kernel(batch.all_token_ids, LENGTH, *args, None, BLOCK_SIZE=4, MULTI_GROUP=False)
     groups = torch.tensor([1, 0, 1], dtype=torch.int32)
     kernel(*pointers(batch.tables), *args, groups, BLOCK_SIZE=4, MULTI_GROUP=True)
@@ -102,7 +103,15 @@ def gathered(batch):
     addresses, strides = pointers(batch.tables)
     out = [torch.full_like(each, 55) for each in batch.tables]
     numbers = batch.ints(0, 20, 2, PLACES)
-    block_table._gather_block_tables_kernel[(2, batch.requests + 1)](
+    kernel, masks = block_table._gather_block_tables_kernel, {}
+    if "MASK_SLIDING_WINDOW" in kernel.arg_names:  # vLLM 0.33
+        masks = dict(
+            num_computed_tokens_ptr=batch.num_computed_tokens,
+            sliding_window_reach_ptr=torch.tensor([0, 8], dtype=torch.int32),
+            block_sizes_ptr=torch.tensor([4, 4], dtype=torch.int32),
+            MASK_SLIDING_WINDOW=batch.requests % 2 == 0,
+        )
+    kernel[(2, batch.requests + 1)](
         batch.idx_mapping,
         addresses,
         pointers(out)[0],
@@ -111,6 +120,7 @@ def gathered(batch):
         numbers.stride(0),
         batch.requests,
         BLOCK_SIZE=16,
+        **masks,
     )
     return out
 
@@ -156,15 +166,17 @@ def counted(batch):
 
 def updated(batch):
     counts = batch.ints(0, 3, PLACES, VOCABULARY[0])
-    mapping = batch.idx_mapping.clone()
+    mapping, drafts = batch.idx_mapping.clone(), {}
     mapping[1] = -1
+    if "draft_tokens_ptr" in input_batch._post_update_kernel.arg_names and batch.requests % 2:  # vLLM 0.33
+        drafts = dict(draft_tokens=batch.ints(0, 9, batch.requests, 3), draft_tokens_out=batch.ints(0, 9, PLACES, 3))
     input_batch.post_update(
         mapping, batch.num_computed_tokens, batch.last_sampled, counts if batch.requests % 2 else None, batch.sampled,
         batch.num_sampled, batch.num_rejected, batch.query_start_loc if batch.requests > 3 else None, batch.all_token_ids,
-        batch.total_len,
+        batch.total_len, **drafts,
     )  # fmt: skip
     input_batch.post_update_num_computed_tokens(batch.idx_mapping, batch.num_computed_tokens, batch.query_start_loc)
-    return counts
+    return counts, *drafts.values()
 
 
 def expanded(batch):
@@ -330,13 +342,15 @@ def dflash_drafts(batch):
     context = [torch.zeros(99, dtype=torch.int64) for _ in range(2)]
     samples = [torch.zeros(99, dtype=kind) for kind in (torch.int64, torch.int64, torch.int32)]
     warmth, seeds, anchor = torch.zeros(PLACES), torch.zeros(PLACES, dtype=torch.int64), batch.requests % 2
-    dflash._prepare_dflash_inputs_kernel[(batch.requests, 2)](
-        ids, at, starts, lengths, into, *context, *samples, warmth, seeds, batch.positions, batch.query_start_loc,
+    kernel = dflash._prepare_dflash_inputs_kernel
+    padding = [torch.zeros(99, dtype=torch.bool)] * ("out_is_padding_ptr" in kernel.arg_names)  # vLLM 0.33
+    kernel[(batch.requests, 2)](
+        ids, at, *padding, starts, lengths, into, *context, *samples, warmth, seeds, batch.positions, batch.query_start_loc,
         batch.idx_mapping, batch.last_sampled, batch.next_prefill_tokens, batch.num_sampled, batch.num_rejected,
         batch.temperature, batch.seeds, batch.tables[0], LENGTH // 4, 123, 4, 4, 4 - (1 - anchor), PLACES, 99, 50, 0,
         SAMPLE_FROM_ANCHOR=bool(anchor), PAD_SLOT_ID=-1, CP_SIZE=1, CP_INTERLEAVE=1, BLOCK_SIZE=8,
     )  # fmt: skip
-    return ids, at, starts, lengths, into, *context, *samples, warmth, seeds
+    return ids, at, *padding, starts, lengths, into, *context, *samples, warmth, seeds
 
 
 def verified(batch, rates=None):
@@ -412,8 +426,7 @@ def test_each_of_them_is_compared():
 
 @pytest.mark.parametrize("module, name", STAND_INS, ids=lambda part: part.removeprefix("vllm.v1.worker."))
 def test_it_is_of_this_kernel(module, name):
-    stand_in, digest = STAND_INS[module, name]
     kernel = getattr(importlib.import_module(module), name)
-    assert digest == digest_of(kernel.fn)
-    _, *ours = inspect.signature(stand_in).parameters
-    assert [each.removesuffix("_ptr") for each in ours] == [each.removesuffix("_ptr") for each in kernel.arg_names]
+    ours = parameters(STAND_INS[module, name][digest_of(kernel.fn)])
+    needed = {name for name, each in ours.items() if each.default is inspect.Parameter.empty}
+    assert needed <= {each.removesuffix("_ptr") for each in kernel.arg_names}

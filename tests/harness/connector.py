@@ -267,11 +267,15 @@ class SimpleHostWorker:
 
     def __init__(self, vllm_config, kv_cache_config, cpu_capacity_bytes, **kwargs):
         self._bytes, self._under_way, self._metadata, self._stored = cpu_capacity_bytes, [], None, {}
+        self._blocks = kv_cache_config.num_blocks
 
     def register_kv_caches(self, kv_caches):
-        """Layers with states have several tensors, and layers of several groups may have the same memory."""
+        """Layers with states have several tensors, and layers of several groups may have the same memory. A block of the
+        pool may be several kernel blocks."""
         self._caches = [
-            cache for each in kv_caches.values() for cache in (each if isinstance(each, (list, tuple)) else [each])
+            cache.unflatten(0, (self._blocks, -1))
+            for each in kv_caches.values()
+            for cache in (each if isinstance(each, (list, tuple)) else [each])
         ]
         memory = {cache.untyped_storage().data_ptr(): cache.untyped_storage().nbytes() for cache in self._caches}
         blocks = self._bytes * len(self._caches[0]) // sum(memory.values()) + 1

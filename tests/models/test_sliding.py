@@ -1,6 +1,7 @@
 """Models some of whose layers have sliding windows: full attention layers lose blocks, windows stay vLLM's own."""
 
 import logging
+import sys
 
 import numpy as np
 import pytest
@@ -19,7 +20,6 @@ from oracle.tiny import make_tiny_llama
 from oracle.tokens import replay_tokens
 from parity import TOKEN_TIE, assert_like_oracle, assert_logprobs, oracle_config, steps_of, token_config
 from parts import published
-from vllm.v1.core import kv_cache_utils
 
 from vllm_evict.config import KVPolicyError
 from vllm_evict.integration.worker import layers
@@ -120,13 +120,13 @@ MIXED = [0, WINDOW, 0, WINDOW, 0]
 @pytest.mark.parametrize("order", [[0, 2, 1], [2, 1, 0]])
 def test_groups_may_come_in_any_order(engine, tmp_path, monkeypatch, order):
     """With windows between groups that may have holes, too: plans, reports, tables and views are told apart."""
-    make = kv_cache_utils._get_kv_cache_groups_uniform_page_size
+    make = layers._get_kv_cache_groups_uniform_page_size
 
     def reordered(specs):
         groups = make(specs)
         return [groups[number] for number in order]
 
-    for module in (kv_cache_utils, layers):
+    for module in (sys.modules[make.__module__], layers):
         monkeypatch.setattr(module, make.__name__, reordered)
     model = make_tiny_llama(tmp_path / "model", layers=len(MIXED), windows=MIXED)
     groups = [[[0, 4], [2], [1, 3]][number] for number in order]

@@ -9,7 +9,9 @@ from cache_server import BLOCK, CacheServer
 from connector import Shelf, ShelfConnector, SimpleHostWorker
 from engine import logprobs_of, random_prompt
 from latent import keep_what_is_asked, make_latent, reference_mla
+from linear import stand_in
 from oracle.hybrids import make_tiny_hybrid
+from oracle.latent_hybrids import LATENT_HYBRIDS, make_latent_hybrid
 from oracle.logits import make_tiny
 from oracle.tiny import make_tiny_llama
 from test_cache_server import settle
@@ -35,12 +37,16 @@ MODELS = {
     "chunks": lambda folder: make_tiny(folder, "llama4_text"),
     "latents": lambda folder: make_latent(folder, "DeepseekV3ForCausalLM"),
     "states": lambda folder: make_tiny_hybrid(folder, "falcon_h1"),
+    "latents beside states": lambda folder: make_latent_hybrid(folder, next(iter(LATENT_HYBRIDS))),
 }
+#: Tokens of a block, of other classes `BLOCK`. CPU_MLA reads blocks of 16 tokens; one with a state has 128 latents.
+BLOCKS = {"latents": 16, "latents beside states": 128}
 #: Classes of which vLLM else keeps a prompt's last blocks alone: they are computed over holes here.
-KEPT = ("sliding windows", "states")
+KEPT = ("sliding windows", "states", "latents beside states")
 CASES = [("full attention", BOTH), ("sliding windows", SIMPLE), ("sliding windows", OFFLOADING)]
 CASES += [("latents", SIMPLE), ("latents", OFFLOADING), ("states", SIMPLE), ("states", OFFLOADING)]
 CASES += [("latents", LMCACHE), ("chunks", SIMPLE), ("chunks", OFFLOADING)]
+CASES += [("latents beside states", SIMPLE), ("latents beside states", OFFLOADING)]
 #: Cases of each push: each class, and each connector beside one.
 PUSHED = ("full attention-MultiConnector", "latents-LMCacheMPConnector", "states-OffloadingConnector")
 PUSHED += ("sliding windows-SimpleCPUOffloadConnector", "chunks-OffloadingConnector")
@@ -53,6 +59,7 @@ def folder(kind, tmp_path, monkeypatch):
     """A tiny model of a class. vLLM ends chunks where states are kept, and caches prefixes of latents, on a CPU too."""
     monkeypatch.setattr(MambaMixer2, "get_kv_cache_spec", MambaBase.get_kv_cache_spec)
     keep_what_is_asked(monkeypatch)
+    stand_in(monkeypatch)
     with reference_mla():
         MODELS[kind](tmp_path / "model")
         yield tmp_path / "model"
@@ -86,13 +93,18 @@ def check_hits(engine, folder, kind, transfer, monkeypatch, policy):
     Shelf.clear()
     cache_server.install(monkeypatch)
     CacheServer.clear()
-    CacheServer.block = 16 if kind == "latents" else BLOCK  # CPU_MLA reads blocks of 16 tokens
-    options = dict(model=folder, max_num_batched_tokens=128, block_size=CacheServer.block, enable_prefix_caching=True)
+    CacheServer.block = BLOCKS.get(kind, BLOCK)
+    scale = max(1, CacheServer.block // BLOCK)
+    policy = {**policy, **{size: policy[size] * scale for size in ("budget", "recent", "sink")}}
+    options = dict(model=folder, max_num_batched_tokens=128 * scale, block_size=CacheServer.block)
+    options |= {"max_model_len": 1024 * scale, "enable_prefix_caching": True}
+    if kind == "latents beside states":
+        options["attention_backend"] = "CPU_MLA"  # else vLLM's platform takes blocks of 16 tokens
     if kind in KEPT:
-        options["prefix_cache_retention_interval"] = BLOCK
-    prompts = [random_prompt(length, length) for length in (449, 641, 545)]
+        options["prefix_cache_retention_interval"] = CacheServer.block
+    prompts = [random_prompt(length * scale, length) for length in (449, 641, 545)]
     # Where layers read blocks on the host, decodes read less than stock's.
-    asked = {"max_tokens": 24 if policy is H2O else 1, "logprobs": 0}
+    asked = {"max_tokens": 24 if policy["name"] == "h2o" else 1, "logprobs": 0}
     server = engine(policy, **options, kv_transfer_config=transfer)
     lost = server.generate(prompts, max_tokens=80)
     assert all(output.kv_usage.evicted_blocks > 4 for output in lost)

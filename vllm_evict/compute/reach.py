@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional
 
 from ..config import KVPolicyConfig
-from ..core.mechanisms.reach import staging_blocks
+from ..core.mechanisms.staging import staging_blocks
 from ..core.offload import Copy, runs
 from ..core.plan import RoomOf
 from .holes import Start

@@ -5,10 +5,10 @@ import numpy as np
 from .registry import ints_at, memory, stands_for
 
 
-@stands_for("gpu.buffer_utils", "_apply_write_kernel", "7ead8dc875ac")
+@stands_for("gpu.buffer_utils", "_apply_write_kernel", "7ead8dc875ac", "9f91d0a653ba")
 def apply_write(
     grid, output, output_stride, write_indices, write_starts, write_contents, write_cu_lens, write_group_ids,
-    BLOCK_SIZE, MULTI_GROUP,
+    MULTI_GROUP,
 ):  # fmt: skip
     indices, starts, ends = (memory(each)[: grid[0]].tolist() for each in (write_indices, write_starts, write_cu_lens))
     contents = memory(write_contents)
@@ -27,10 +27,11 @@ def apply_write(
         begin = end
 
 
-@stands_for("gpu.block_table", "_gather_block_tables_kernel", "fdab24bafcf3")
+@stands_for("gpu.block_table", "_gather_block_tables_kernel", "fdab24bafcf3", "a579c223c2c3")
 def gather_block_tables(
     grid, batch_idx_to_req_idx, src_block_table_ptrs, dst_block_table_ptrs, block_table_strides, num_blocks_ptr,
-    num_blocks_stride, num_reqs, BLOCK_SIZE,
+    num_blocks_stride, num_reqs, num_computed_tokens=None, sliding_window_reach=None, block_sizes=None,
+    MASK_SLIDING_WINDOW=False,
 ):  # fmt: skip
     groups, padded = grid
     requests, num_blocks = memory(batch_idx_to_req_idx)[:num_reqs].tolist(), memory(num_blocks_ptr)
@@ -41,14 +42,16 @@ def gather_block_tables(
         for row, request in enumerate(requests):
             count = num_blocks[group * num_blocks_stride + request]
             target[row, :count] = source[request, :count]
+            if MASK_SLIDING_WINDOW and (reach := int(sliding_window_reach[group])):
+                below = max(int(num_computed_tokens[request]) - reach, 0) // int(block_sizes[group])
+                target[row, : min(below, count)] = 0
         target[num_reqs:] = 0
 
 
 @stands_for("gpu.block_table", "_compute_slot_mappings_kernel", "71e2f8ce757c")
 def compute_slot_mappings(
     grid, max_num_tokens, idx_mapping, query_start_loc, pos, block_table_ptrs, block_table_strides, block_sizes,
-    slot_mapping_enabled, dcp_sharded, slot_mappings_ptr, slot_mappings_stride, cp_rank, CP_SIZE, CP_INTERLEAVE, PAD_ID,
-    TRITON_BLOCK_SIZE,
+    slot_mapping_enabled, slot_mappings_ptr, slot_mappings_stride, CP_SIZE, PAD_ID,
 ):  # fmt: skip
     if CP_SIZE != 1:
         return NotImplemented
@@ -74,7 +77,7 @@ def compute_slot_mappings(
 @stands_for("gpu.input_batch", "_prepare_prefill_inputs_kernel", "96d1b0d0dffd")
 def prepare_prefill_inputs(
     grid, input_ids, next_prefill_tokens, next_prefill_tokens_stride, num_lookahead, idx_mapping, query_start_loc,
-    all_token_ids, all_token_ids_stride, prefill_lens, num_computed_tokens, BLOCK_SIZE, LOOKAHEAD_BLOCK,
+    all_token_ids, all_token_ids_stride, prefill_lens, num_computed_tokens,
 ):  # fmt: skip
     ids, ahead, known = memory(input_ids), memory(next_prefill_tokens), memory(all_token_ids)
     requests, starts = _requests(grid[0], idx_mapping, query_start_loc)
@@ -93,9 +96,7 @@ def prepare_prefill_inputs(
 
 
 @stands_for("gpu.input_batch", "_prepare_pos_seq_lens_kernel", "33c07567a9fe")
-def prepare_pos_seq_lens(
-    grid, pos, seq_lens, idx_mapping, query_start_loc, num_computed_tokens, max_num_reqs, BLOCK_SIZE
-):
+def prepare_pos_seq_lens(grid, pos, seq_lens, idx_mapping, query_start_loc, num_computed_tokens, max_num_reqs):
     count = grid[0] - 1
     positions, lengths, computed = memory(pos), memory(seq_lens), memory(num_computed_tokens)
     requests, starts = _requests(count, idx_mapping, query_start_loc)
@@ -109,7 +110,7 @@ def prepare_pos_seq_lens(
 @stands_for("gpu.input_batch", "_combine_sampled_and_draft_tokens_kernel", "c02435e0be07")
 def combine_sampled_and_draft_tokens(
     grid, input_ids, idx_mapping, last_sampled_tokens, query_start_loc, seq_lens, prefill_len, draft_tokens,
-    draft_tokens_stride, cu_num_logits, logits_indices, BLOCK_SIZE, NUM_NEW_SAMPLED_TOKENS=1,
+    draft_tokens_stride, cu_num_logits, logits_indices, NUM_NEW_SAMPLED_TOKENS=1,
 ):  # fmt: skip
     ids, indices, drafts = memory(input_ids), memory(logits_indices), memory(draft_tokens)
     requests, starts = _requests(grid[0], idx_mapping, query_start_loc)
@@ -130,8 +131,8 @@ def combine_sampled_and_draft_tokens(
 
 @stands_for("gpu.input_batch", "_get_num_sampled_and_rejected_kernel", "17bfac5e1599")
 def get_num_sampled_and_rejected(
-    grid, num_sampled_ptr, num_rejected_ptr, seq_lens, cu_num_logits, idx_mapping, prefill_len
-):
+    grid, num_sampled_ptr, num_rejected_ptr, seq_lens, cu_num_logits, idx_mapping, prefill_len,
+):  # fmt: skip
     count = grid[0]
     sampled, rejected = memory(num_sampled_ptr)[:count], memory(num_rejected_ptr)[:count]
     generates = memory(seq_lens)[:count] >= memory(prefill_len)[memory(idx_mapping)[:count]]
@@ -139,11 +140,11 @@ def get_num_sampled_and_rejected(
     rejected[:] = (np.diff(memory(cu_num_logits)[: count + 1]) - sampled) * generates
 
 
-@stands_for("gpu.input_batch", "_post_update_kernel", "1f8738a0c9e9")
+@stands_for("gpu.input_batch", "_post_update_kernel", "1f8738a0c9e9", "829dedee2756")
 def post_update(
     grid, idx_mapping, num_computed_tokens, last_sampled_tokens, output_bin_counts, output_bin_counts_stride,
     sampled_tokens, sampled_tokens_stride, num_sampled_ptr, num_rejected_ptr, query_start_loc, all_token_ids,
-    all_token_ids_stride, total_len_ptr,
+    all_token_ids_stride, total_len_ptr, draft_tokens=None, draft_tokens_out=None,
 ):  # fmt: skip
     requests = memory(idx_mapping)[: grid[0]].tolist()
     computed, last, total = memory(num_computed_tokens), memory(last_sampled_tokens), memory(total_len_ptr)
@@ -153,6 +154,8 @@ def post_update(
     for row, request in enumerate(requests):
         if request < 0:
             continue
+        if draft_tokens is not None:
+            draft_tokens_out[request] = draft_tokens[row]
         if (count := numbers[row]) > 0:
             tokens = samples[row * sampled_tokens_stride :][:count]
             first = request * all_token_ids_stride + int(total[request])
@@ -172,7 +175,7 @@ def post_update_num_computed_tokens(grid, idx_mapping, num_computed_tokens, quer
 
 
 @stands_for("gpu.input_batch", "_expand_idx_mapping_kernel", "7636f8d252d4")
-def expand_idx_mapping(grid, idx_mapping, expanded_idx_mapping, expanded_local_pos, cu_num_logits, BLOCK_SIZE):
+def expand_idx_mapping(grid, idx_mapping, expanded_idx_mapping, expanded_local_pos, cu_num_logits):
     requests, firsts = memory(idx_mapping)[: grid[0]].tolist(), memory(cu_num_logits).tolist()
     expanded, places = memory(expanded_idx_mapping), memory(expanded_local_pos)
     for row, request in enumerate(requests):

@@ -9,7 +9,7 @@ from .sampling import F32, gumbel, uniform
 @stands_for("gpu.spec_decode.ngram.speculator", "_ngram_scan_kernel", "fa93e62f6df3")
 def ngram_scan(
     grid, token_ids, token_ids_stride, idx_mapping, total_len, num_sampled, scratch, scratch_stride, L, MIN_N, MAX_N,
-    MAX_N_PO2, BLOCK_L,
+    BLOCK_L,
 ):  # fmt: skip
     count, blocks = grid
     known, lengths, out = memory(token_ids), memory(total_len), rows(scratch, count, scratch_stride, blocks)
@@ -30,8 +30,8 @@ def ngram_scan(
 
 @stands_for("gpu.spec_decode.ngram.speculator", "_ngram_finalize_kernel", "198104cbd8f2")
 def ngram_finalize(
-    grid, token_ids, token_ids_stride, idx_mapping, total_len, num_sampled, last_sampled, scratch, scratch_stride, drafts,
-    L, N_BLOCKS, K, K_PO2, N_BLOCKS_PO2,
+    grid, token_ids, token_ids_stride, idx_mapping, total_len, num_sampled, last_sampled, scratch, scratch_stride,
+    drafts, L, N_BLOCKS, K,
 ):  # fmt: skip
     count = grid[0]
     known, lengths, last, sampled = (memory(each) for each in (token_ids, total_len, last_sampled, num_sampled))
@@ -48,9 +48,9 @@ def ngram_finalize(
 
 @stands_for("gpu.spec_decode.target_dependent_ar.speculator", "_prepare_prefill_inputs_kernel", "b09e3977036c")
 def prepare_prefill_inputs(
-    grid, last_token_indices, draft_current_step, draft_input_ids, draft_positions, draft_query_start_loc, draft_seq_lens,
-    target_input_ids, target_positions, idx_mapping, last_sampled, next_prefill_tokens, num_sampled, num_rejected,
-    query_start_loc, seq_lens, max_num_reqs, BLOCK_SIZE,
+    grid, last_token_indices, draft_current_step, draft_input_ids, draft_positions, draft_query_start_loc,
+    draft_seq_lens, target_input_ids, target_positions, idx_mapping, last_sampled, next_prefill_tokens, num_sampled,
+    num_rejected, query_start_loc, seq_lens, max_num_reqs,
 ):  # fmt: skip
     count = grid[0]
     starts, sampled = memory(query_start_loc)[: count + 1].tolist(), memory(num_sampled)
@@ -74,7 +74,7 @@ def prepare_prefill_inputs(
 @stands_for("gpu.spec_decode.target_dependent_ar.speculator", "_prepare_decode_inputs_kernel", "3d1d578a2ad9")
 def prepare_decode_inputs(
     grid, draft_tokens, draft_tokens_stride, target_seq_lens, num_rejected, input_ids, positions, sample_src_positions,
-    query_start_loc, seq_lens, max_model_len, max_num_reqs, BLOCK_SIZE, ADVANCE_DRAFT_POSITIONS,
+    query_start_loc, seq_lens, max_model_len, max_num_reqs, ADVANCE_DRAFT_POSITIONS,
 ):  # fmt: skip
     count = grid[0] - 1
     memory(query_start_loc)[: max_num_reqs + 1] = np.minimum(np.arange(max_num_reqs + 1), count)
@@ -92,7 +92,7 @@ def prepare_decode_inputs(
 def update_draft_inputs(
     grid, output_draft_tokens, output_draft_tokens_stride, next_input_hidden_states, next_input_hidden_states_stride,
     input_ids, positions, sample_src_positions, seq_lens, draft_tokens, current_draft_step, hidden_states,
-    hidden_states_stride, hidden_size, max_model_len, num_speculative_steps, BLOCK_SIZE, ADVANCE_DRAFT_POSITIONS,
+    hidden_states_stride, hidden_size, max_model_len, num_speculative_steps, ADVANCE_DRAFT_POSITIONS,
 ):  # fmt: skip
     count, step = grid[0], int(current_draft_step)
     tokens = memory(draft_tokens)[:count]
@@ -122,8 +122,8 @@ def flatten_sampled(grid, flat_sampled, sampled, sampled_stride, num_sampled, cu
 
 @stands_for("gpu.spec_decode.rejection_sampler", "_gather_draft_sampled_kernel", "dd3af44592a1")
 def gather_draft_sampled(
-    grid, draft_sampled, pos, input_ids, positions, logits_indices, expanded_idx_mapping, expanded_local_pos, prefill_len,
-    num_logits, BLOCK_SIZE,
+    grid, draft_sampled, pos, input_ids, positions, logits_indices, expanded_idx_mapping, expanded_local_pos,
+    prefill_len, num_logits,
 ):  # fmt: skip
     tokens = memory(logits_indices)[:num_logits]
     place, local = memory(positions)[tokens], memory(expanded_local_pos)[:num_logits]
@@ -133,17 +133,19 @@ def gather_draft_sampled(
     memory(pos)[:num_logits] = place
 
 
-@stands_for("gpu.spec_decode.rejection_sampler_utils", "_compute_local_logits_stats_kernel", "525a10febd67")
+@stands_for(
+    "gpu.spec_decode.rejection_sampler_utils", "_compute_local_logits_stats_kernel", "525a10febd67", "2e08627cac57"
+)
 def compute_local_logits_stats(
-    grid, target_local_argmax, target_local_argmax_stride, target_local_max, target_local_max_stride, target_local_sumexp,
-    target_local_sumexp_stride, draft_local_max, draft_local_max_stride, draft_local_sumexp, draft_local_sumexp_stride,
-    target_logits, target_logits_stride, draft_logits, draft_logits_stride_0, draft_logits_stride_1, expanded_idx_mapping,
-    expanded_local_pos, temp, vocab_size, num_speculative_steps, BLOCK_SIZE, HAS_DRAFT_LOGITS,
+    grid, target_local_argmax, target_local_argmax_stride, target_local_max, target_local_max_stride,
+    target_local_sumexp, target_local_sumexp_stride, target_logits, target_logits_stride, expanded_idx_mapping,
+    expanded_local_pos, temp, vocab_size, BLOCK_SIZE, HAS_DRAFT_LOGITS,
 ):  # fmt: skip
     if HAS_DRAFT_LOGITS or target_logits.element_size() != 4:
         return NotImplemented
     count, blocks = grid
-    drafted = memory(expanded_local_pos)[:count] < num_speculative_steps
+    # Nothing reads what vLLM 0.32 finds for the last token of a request with fewer drafts than others.
+    drafted = np.append(memory(expanded_local_pos)[1:count], 0) > 0
     values = np.full((count, blocks * BLOCK_SIZE), -np.inf, F32)
     values[:, :vocab_size] = rows(target_logits, count, target_logits_stride, vocab_size)
     values = values.reshape(count, blocks, BLOCK_SIZE)
@@ -158,17 +160,15 @@ def compute_local_logits_stats(
     totals[(drafted & samples)[:, None] & (largest == -np.inf)] = 0
 
 
-@stands_for("gpu.spec_decode.rejection_sampler_utils", "_rejection_kernel", "63b14232c08c")
+@stands_for("gpu.spec_decode.rejection_sampler_utils", "_rejection_kernel", "63b14232c08c", "3c83142a96ad")
 def rejection(
     grid, sampled, sampled_stride, rejected_steps, target_rejected_logsumexp, draft_rejected_logsumexp, target_logits,
     target_logits_stride, target_local_argmax, target_local_argmax_stride, target_local_max, target_local_max_stride,
-    target_local_sumexp, target_local_sumexp_stride, draft_sampled, draft_logits, draft_logits_stride_0,
-    draft_logits_stride_1, draft_local_max, draft_local_max_stride, draft_local_sumexp, draft_local_sumexp_stride,
-    cu_num_logits, idx_mapping, temp, seed, pos, synthetic_conditional_rates, cumulative_log_p, local_residual_mass,
-    local_residual_mass_stride, vocab_num_blocks, PADDED_VOCAB_NUM_BLOCKS, HAS_DRAFT_LOGITS, SYNTHETIC_MODE,
-    USE_BLOCK_VERIFICATION,
+    target_local_sumexp, target_local_sumexp_stride, draft_sampled, cu_num_logits, idx_mapping, temp, seed, pos,
+    synthetic_conditional_rates, vocab_num_blocks, PADDED_VOCAB_NUM_BLOCKS, HAS_DRAFT_LOGITS, SYNTHETIC_MODE,
+    USE_BLOCK_VERIFICATION, FLY_WINDOW_SIZE=0,
 ):  # fmt: skip
-    if HAS_DRAFT_LOGITS or USE_BLOCK_VERIFICATION or target_logits.element_size() != 4:
+    if HAS_DRAFT_LOGITS or USE_BLOCK_VERIFICATION or FLY_WINDOW_SIZE or target_logits.element_size() != 4:
         return NotImplemented
     count = grid[0]
     rates = memory(synthetic_conditional_rates) if SYNTHETIC_MODE else None
@@ -215,14 +215,11 @@ def _log_sum(maxima, sums, first, padded):
     return largest + np.log(np.sum(exponentials))
 
 
-@stands_for("gpu.spec_decode.rejection_sampler_utils", "_resample_kernel", "616c214cb25a")
+@stands_for("gpu.spec_decode.rejection_sampler_utils", "_resample_kernel", "616c214cb25a", "3d2f2096c977")
 def resample(
     grid, resampled_local_argmax, resampled_local_argmax_stride, resampled_local_max, resampled_local_max_stride,
-    target_logits, target_logits_stride, target_rejected_logsumexp, draft_logits, draft_logits_stride_0,
-    draft_logits_stride_1, draft_rejected_logsumexp, rejected_step, cu_num_logits, expanded_idx_mapping, draft_sampled,
-    temp, seed, pos, cumulative_log_p, contexts, contexts_stride, watermarking, watermarking_skip_mask, watermark_key_0,
-    watermark_key_1, vocab_size, BLOCK_SIZE, HAS_DRAFT_LOGITS, USE_FP64, USE_BLOCK_VERIFICATION, CONTEXT_WIDTH, WATERMARK,
-    DEDUPLICATE_CONTEXTS,
+    target_logits, target_logits_stride, rejected_step, cu_num_logits, expanded_idx_mapping, draft_sampled, temp, seed,
+    pos, vocab_size, BLOCK_SIZE, HAS_DRAFT_LOGITS, USE_FP64, WATERMARK,
 ):  # fmt: skip
     if HAS_DRAFT_LOGITS or USE_FP64 or WATERMARK or target_logits.element_size() != 4:
         return NotImplemented
@@ -251,8 +248,8 @@ def resample(
 
 @stands_for("gpu.spec_decode.rejection_sampler_utils", "_insert_resampled_kernel", "d6a290f3be4d")
 def insert_resampled(
-    grid, sampled, sampled_stride, num_sampled, resampled_local_argmax, resampled_local_argmax_stride, resampled_local_max,
-    resampled_local_max_stride, resample_num_blocks, cu_num_logits, expanded_idx_mapping, temp, PADDED_RESAMPLE_NUM_BLOCKS,
+    grid, sampled, sampled_stride, num_sampled, resampled_local_argmax, resampled_local_argmax_stride,
+    resampled_local_max, resampled_local_max_stride, resample_num_blocks, cu_num_logits, expanded_idx_mapping, temp,
 ):  # fmt: skip
     count = grid[0]
     numbers, firsts = memory(num_sampled), memory(cu_num_logits)[: count + 1].tolist()
@@ -268,14 +265,15 @@ def insert_resampled(
             out[row * sampled_stride + number] = tokens[row, block]
 
 
-@stands_for("gpu.spec_decode.dflash.speculator", "_prepare_dflash_inputs_kernel", "ef53e41b2b4c")
+@stands_for("gpu.spec_decode.dflash.speculator", "_prepare_dflash_inputs_kernel", "ef53e41b2b4c", "71c3eedab966")
 def prepare_dflash_inputs(
     grid, out_input_ids, out_query_positions, out_query_start_loc, out_seq_lens, out_query_slot_mapping,
     out_context_positions, out_context_slot_mapping, out_sample_indices, out_sample_pos, out_sample_idx_mapping,
-    out_temperature, out_seeds, target_positions, target_query_start_loc, idx_mapping, last_sampled, next_prefill_tokens,
-    num_sampled, num_rejected, temperature, seeds, block_table, block_table_stride, parallel_drafting_token_id, block_size,
-    num_query_per_req, num_speculative_steps, max_num_reqs, max_num_tokens, max_model_len, cp_rank, SAMPLE_FROM_ANCHOR,
-    PAD_SLOT_ID, CP_SIZE, CP_INTERLEAVE, BLOCK_SIZE,
+    out_temperature, out_seeds, target_positions, target_query_start_loc, idx_mapping, last_sampled,
+    next_prefill_tokens, num_sampled, num_rejected, temperature, seeds, block_table, block_table_stride,
+    parallel_drafting_token_id, block_size, num_query_per_req, num_speculative_steps, max_num_reqs, max_num_tokens,
+    max_model_len, SAMPLE_FROM_ANCHOR, PAD_SLOT_ID, CP_SIZE,
+    out_is_padding=None,
 ):  # fmt: skip
     if CP_SIZE != 1:
         return NotImplemented
@@ -315,12 +313,16 @@ def prepare_dflash_inputs(
     for out, padding in ((indices, 0), (sampled_at, 0), (mapping, -1)):
         out[count * steps : max_num_reqs * steps] = padding
     into[count * queries : max_num_tokens] = PAD_SLOT_ID
+    if out_is_padding is not None:
+        memory(out_is_padding)[:max_num_tokens] = np.arange(max_num_tokens) >= count * queries
+        ids[count * queries : max_num_tokens], at[count * queries : max_num_tokens] = 0, 0
 
 
 @stands_for("gpu.spec_decode.standalone_ar.speculator", "_prepare_prefill_inputs_kernel", "6bfd26dcd80e")
 def prepare_standalone_inputs(
-    grid, target_input_ids, target_positions, last_sampled, idx_mapping, out_input_ids, out_positions, last_token_indices,
-    out_query_start_loc, out_seq_lens, query_start_loc, seq_lens, num_rejected, max_num_reqs, max_model_len, BLOCK_SIZE,
+    grid, target_input_ids, target_positions, last_sampled, idx_mapping, out_input_ids, out_positions,
+    last_token_indices, out_query_start_loc, out_seq_lens, query_start_loc, seq_lens, num_rejected, max_num_reqs,
+    max_model_len,
 ):  # fmt: skip
     count = grid[0]
     starts, rejected = memory(query_start_loc)[: count + 1].tolist(), memory(num_rejected)

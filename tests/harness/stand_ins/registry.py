@@ -4,28 +4,38 @@ import ctypes
 import hashlib
 import inspect
 from collections.abc import Callable
+from functools import partial
 from types import FunctionType
+from typing import Any
 
 import numpy as np
 import torch
 from triton.runtime import interpreter
 
-#: (module of vLLM, name of a kernel) -> a function that does the same, and the digest of the kernel that it was written for.
-STAND_INS: dict[tuple[str, str], tuple[Callable, str]] = {}
+#: (module of vLLM, name of a kernel) -> digest of a kernel of this name -> a function that does the same.
+STAND_INS: dict[tuple[str, str], dict[str, Callable]] = {}
 
 
-def stands_for(module: str, kernel: str, digest: str) -> Callable[[Callable], Callable]:
-    """Register a function in the place of `vllm.v1.worker.MODULE.KERNEL`, for the kernel of this digest.
+def stands_for(module: str, kernel: str, *digests: str, **given: Any) -> Callable[[Callable], Callable]:
+    """Register a function in the place of `vllm.v1.worker.MODULE.KERNEL`, for the kernels of these digests: vLLM's
+    releases differ.
 
-    The function takes the grid and the kernel's arguments. It returns NotImplemented, before it writes anything, for
-    arguments that it leaves to the interpreter.
+    The function takes the grid, those of the kernel's arguments that it names (`_ptr` at a name's end aside), and what is
+    `given`. It returns NotImplemented, before it writes anything, for arguments that it leaves to the interpreter.
     """
 
     def register(stand_in: Callable) -> Callable:
-        STAND_INS[f"vllm.v1.worker.{module}", kernel] = stand_in, digest
+        known = STAND_INS.setdefault((f"vllm.v1.worker.{module}", kernel), {})
+        known |= dict.fromkeys(digests, partial(stand_in, **given))
         return stand_in
 
     return register
+
+
+def parameters(stand_in: Callable) -> dict[str, inspect.Parameter]:
+    """Name of a kernel's argument, without `_ptr` at its end -> the parameter of what stands in for the kernel."""
+    _, *named = inspect.signature(stand_in).parameters.values()
+    return {each.name.removesuffix("_ptr"): each for each in named}
 
 
 def digest_of(kernel: FunctionType) -> str:
@@ -51,17 +61,24 @@ def install() -> None:
 
     def launch(self, *args, grid, warmup, **kwargs):
         if self.fn not in chosen:
-            stand_in, digest = STAND_INS.get((self.fn.__module__, self.fn.__name__), (None, ""))
-            chosen[self.fn] = stand_in if stand_in and digest == digest_of(self.fn) else None
+            chosen[self.fn] = _choose(self)
         stand_in = chosen[self.fn]
-        if stand_in is not None and not warmup:
-            given = {name: value for name, value in kwargs.items() if name not in ("num_warps", "num_stages")}
-            if stand_in(grid, *args, **given) is not NotImplemented:
-                return
-        run(self, *args, grid=grid, warmup=warmup, **kwargs)
+        if stand_in is None or warmup or stand_in(grid, dict(zip(self.arg_names, args)) | kwargs) is NotImplemented:
+            run(self, *args, grid=grid, warmup=warmup, **kwargs)
 
     launch.interpreted = run
     interpreter.InterpretedFunction.run = launch
+
+
+def _choose(kernel: interpreter.InterpretedFunction) -> Callable[[tuple, dict], Any] | None:
+    """Return what stands in for a kernel, as a function of the grid and the kernel's arguments by name."""
+    known = STAND_INS.get((kernel.fn.__module__, kernel.fn.__name__))
+    stand_in = known and known.get(digest_of(kernel.fn))
+    if not stand_in:
+        return None
+    ours = parameters(stand_in)
+    names = {name: ours[stem].name for name in kernel.arg_names if (stem := name.removesuffix("_ptr")) in ours}
+    return lambda grid, given: stand_in(grid, **{names[each]: given[each] for each in names if each in given})
 
 
 def use_torch() -> None:

@@ -8,7 +8,7 @@ F32 = np.float32
 
 
 @stands_for("gpu.sample.gumbel", "_temperature_kernel", "47f8e146ba43")
-def temperature(grid, logits, logits_stride, expanded_idx_mapping, temperature_ptr, vocab_size, BLOCK_SIZE):
+def temperature(grid, logits, logits_stride, expanded_idx_mapping, temperature_ptr, vocab_size):
     if not _is_float32(logits):
         return NotImplemented
     lines = rows(logits, grid[0], logits_stride, vocab_size)
@@ -17,12 +17,13 @@ def temperature(grid, logits, logits_stride, expanded_idx_mapping, temperature_p
             line /= value
 
 
-@stands_for("gpu.sample.gumbel", "_gumbel_sample_kernel", "8bcb52dfb49b")
+@stands_for("gpu.sample.gumbel", "_gumbel_sample_kernel", "8bcb52dfb49b", column_in_seed=False)
+@stands_for("gpu.sample.gumbel", "_gumbel_sample_kernel", "41f8e23069f2", column_in_seed=True)
 def gumbel_sample(
     grid, local_argmax, local_argmax_stride, local_max, local_max_stride, logits_cache, logits_cache_stride_0,
     logits_cache_stride_1, logits_cache_col, logits_cache_source, logits_cache_source_stride, logits, logits_stride,
     expanded_idx_mapping, seeds, pos, temp, vocab_size, BLOCK_SIZE, IS_DRAFTING, APPLY_TEMPERATURE, USE_FP64,
-    PER_TOKEN_COL,
+    PER_TOKEN_COL, column_in_seed,
 ):  # fmt: skip
     if USE_FP64 or not _is_float32(logits, logits_cache):
         return NotImplemented
@@ -32,11 +33,13 @@ def gumbel_sample(
     if logits_cache is not None:
         cache, sources = memory(logits_cache), rows(logits_cache_source, tokens, logits_cache_source_stride, vocab_size)
         columns = memory(logits_cache_col)
-    temperatures, seed, position = memory(temp), memory(seeds), memory(pos)
+    temperatures, streams, position = memory(temp), memory(seeds), memory(pos)
     values = np.full((tokens, blocks * BLOCK_SIZE), -np.inf, F32)
     for token, request in enumerate(requests):
+        seed = int(streams[request])
         if logits_cache is not None and request >= 0:
-            column = columns[token if PER_TOKEN_COL else 0]
+            column = int(columns[token if PER_TOKEN_COL else 0])
+            seed ^= column << 32 if column_in_seed else 0
             first = request * logits_cache_stride_0 + column * logits_cache_stride_1
             cache[first : first + vocab_size] = sources[token]
         line = values[token, :vocab_size]
@@ -44,7 +47,7 @@ def gumbel_sample(
         if request >= 0 and temperatures[request] != 0:
             if APPLY_TEMPERATURE:
                 line /= temperatures[request]
-            line += gumbel(int(seed[request]), int(position[token]) + (IS_DRAFTING and 1 << 30), vocab_size)
+            line += gumbel(seed, int(position[token]) + (IS_DRAFTING and 1 << 30), vocab_size)
     values = values.reshape(tokens, blocks, BLOCK_SIZE)
     rows(local_argmax, tokens, local_argmax_stride, blocks)[:] = (
         np.nanargmax(values, axis=-1) + np.arange(blocks) * BLOCK_SIZE
@@ -93,9 +96,7 @@ def _rotated(value, shift):
 
 
 @stands_for("gpu.sample.logprob", "_topk_log_softmax_kernel", "535eb7c043db")
-def topk_log_softmax(
-    grid, output, logits, logits_stride, topk_ids, topk_ids_stride, topk, vocab_size, BLOCK_SIZE, TOPK_BLOCK_SIZE
-):
+def topk_log_softmax(grid, output, logits, logits_stride, topk_ids, topk_ids_stride, topk, vocab_size, BLOCK_SIZE):
     if not _is_float32(logits):
         return NotImplemented
     count = grid[0]
@@ -125,7 +126,7 @@ def ranks(grid, output, logits, logits_stride, token_ids, vocab_size, BLOCK_SIZE
 @stands_for("gpu.sample.prompt_logprob", "_prompt_logprobs_token_ids_kernel", "2706dbdcfea5")
 def prompt_logprobs_token_ids(
     grid, prompt_logprobs_token_ids_ptr, query_start_loc, idx_mapping, num_computed_tokens, all_token_ids,
-    all_token_ids_stride, BLOCK_SIZE,
+    all_token_ids_stride,
 ):  # fmt: skip
     out, known, computed = memory(prompt_logprobs_token_ids_ptr), memory(all_token_ids), memory(num_computed_tokens)
     starts = memory(query_start_loc).tolist()
@@ -135,7 +136,7 @@ def prompt_logprobs_token_ids(
 
 
 @stands_for("gpu.sample.min_p", "_min_p_kernel", "bd9d4defbc34")
-def min_p(grid, logits, logits_stride, expanded_idx_mapping, min_p_ptr, vocab_size, BLOCK_SIZE):
+def min_p(grid, logits, logits_stride, expanded_idx_mapping, min_p_ptr, vocab_size):
     if not _is_float32(logits):
         return NotImplemented
     lines = rows(logits, grid[0], logits_stride, vocab_size)
@@ -147,7 +148,6 @@ def min_p(grid, logits, logits_stride, expanded_idx_mapping, min_p_ptr, vocab_si
 @stands_for("gpu.structured_outputs", "_apply_grammar_bitmask_kernel", "1d93a33523d5")
 def apply_grammar_bitmask(
     grid, logits, logits_stride, logits_indices, cu_num_logits, bitmask, bitmask_stride, vocab_size, MASK_STRIDE,
-    BLOCK_SIZE,
 ):  # fmt: skip
     if not _is_float32(logits):
         return NotImplemented

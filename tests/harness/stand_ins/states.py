@@ -18,7 +18,7 @@ def zero_kv_blocks(grid, seg_addrs, seg_block_strides, seg_page_sizes, block_ids
 @stands_for("mamba_utils", "preprocess_mamba_align_fused_kernel", "1b1f5808e38b")
 def preprocess_mamba_align(
     grid, idx_mapping, state_idx_ptr, num_computed_tokens, query_start_loc, num_accepted_tokens, src_col, src_off,
-    num_reqs, BLOCK_SIZE, MAMBA_BLOCK_SIZE,
+    num_reqs, MAMBA_BLOCK_SIZE,
 ):  # fmt: skip
     requests = memory(idx_mapping)[:num_reqs]
     states, accepted = memory(state_idx_ptr), memory(num_accepted_tokens)
@@ -33,9 +33,8 @@ def preprocess_mamba_align(
 @stands_for("mamba_utils", "precopy_mamba_align_fused_kernel", "de7b8a02ed08")
 def precopy_mamba_align(
     grid, mamba_state_idx, src_col, token_bias, block_table_ptrs, block_table_stride_req, state_base_addrs,
-    state_block_strides, state_elem_sizes, state_inner_sizes, state_conv_widths, state_group_indices,
-    state_dim_row_count, state_dim_row_stride, idx_mapping, num_reqs, COPY_BLOCK_SIZE, CONV_STATE_DIM_FIRST,
-    HAS_IDX_MAPPING=True, TEMPORAL_TILES=1,
+    state_block_strides, state_elem_sizes, state_inner_sizes, state_conv_widths, state_group_indices, idx_mapping,
+    num_reqs, CONV_STATE_DIM_FIRST, HAS_IDX_MAPPING=True,
 ):  # fmt: skip
     if CONV_STATE_DIM_FIRST:
         return NotImplemented
@@ -52,11 +51,10 @@ def precopy_mamba_align(
 
 @stands_for("mamba_utils", "postprocess_mamba_fused_kernel", "9f0ff4417c78")
 def postprocess_mamba(
-    grid, num_accepted_tokens, mamba_state_idx, num_scheduled_tokens, num_computed_tokens, num_draft_tokens,
-    block_table_ptrs, block_table_stride_req, state_base_addrs, state_block_strides, state_elem_sizes, state_inner_sizes,
-    state_conv_widths, state_group_indices, state_dim_row_count, state_dim_row_stride, num_accepted_tokens_out,
-    idx_mapping, num_reqs, block_size, COPY_BLOCK_SIZE, CONV_STATE_DIM_FIRST, HAS_IDX_MAPPING=False,
-    PRECOMPUTED_NEW_COMPUTED=False, TEMPORAL_TILES=1,
+    grid, num_accepted_tokens, mamba_state_idx, num_computed_tokens, block_table_ptrs, block_table_stride_req,
+    state_base_addrs, state_block_strides, state_elem_sizes, state_inner_sizes, state_conv_widths, state_group_indices,
+    num_accepted_tokens_out, idx_mapping, num_reqs, block_size, CONV_STATE_DIM_FIRST, HAS_IDX_MAPPING=False,
+    PRECOMPUTED_NEW_COMPUTED=False,
 ):  # fmt: skip
     # The other form, of Model Runner V1, reads what this form does not have.
     if CONV_STATE_DIM_FIRST or not PRECOMPUTED_NEW_COMPUTED:
