@@ -279,7 +279,9 @@ class Run:
             self.counts["evicted blocks"] += each.evicted_blocks
             on_host = ("host_hit_blocks", "fetched_blocks", "in_room_blocks", "cut_blocks")
             self.counts.update({name.replace("_", " "): getattr(each, name) or 0 for name in on_host})
-        lost = any(each.evicted_blocks for each in (usage if isinstance(usage, list) else [usage]))
+        # A request may start with blocks on the host, none of which it has evicted.
+        least = ("evicted_blocks", "fetched_blocks", "in_room_blocks")
+        lost = any(getattr(each, name) for each in (usage if isinstance(usage, list) else [usage]) for name in least)
         self.counts["evicted from"] += lost
         tokens = output.outputs[0].token_ids
         lost |= not self.case.reads_all(len(live.prompt) + len(tokens))
