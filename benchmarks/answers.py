@@ -172,7 +172,7 @@ def reached() -> str:
             sink // BLOCK,
             (recent + 2 * BLOCK - 2) // BLOCK,
         )
-        cells = ["{} of {}".format(*of_settings[each]) if each in of_settings else "not run" for each in settings]
+        cells = ["{:,} of {:,}".format(*of_settings[each]) if each in of_settings else "not run" for each in settings]
         blocks = f"{held} of {of_length + 1}: {sinks} + {held - sinks - last} + {last}"
         lines.append((f"{length:,}", blocks, str(hold), f"{(held + SIGNS * of_length) / (of_length + 1):.1%}", *cells))
     head = f"| tokens | blocks: sinks + room + recent | `hold` | with the index | {' | '.join(settings)} |"
