@@ -17,6 +17,8 @@
 #define WIDEN_U8(from) _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)(from)))
 #define WIDEN_U16(x) _mm256_cvtepu16_epi32((__m128i)(x))
 #define WIDEN_F16(x) _mm256_cvtph_ps((__m128i)(x))
+#define MULTIPLY_BYTES(a, b) _mm256_maddubs_epi16((__m256i)(a), (__m256i)(b))
+#define SUM_PAIRS(x) _mm256_madd_epi16((__m256i)(x), _mm256_set1_epi16(1))
 #else
 #define LANES 16
 #define REGISTERS 32
@@ -25,6 +27,8 @@
 // Masked, since GCC 12 warns of an uninitialised variable in the plain intrinsics.
 #define WIDEN_U16(x) _mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)(x))
 #define WIDEN_F16(x) _mm512_maskz_cvtph_ps(0xffff, (__m256i)(x))
+#define MULTIPLY_BYTES(a, b) _mm512_maddubs_epi16((__m512i)(a), (__m512i)(b))
+#define SUM_PAIRS(x) _mm512_madd_epi16((__m512i)(x), _mm512_set1_epi16(1))
 #endif
 
 #ifdef AVX512

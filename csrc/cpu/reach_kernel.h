@@ -81,6 +81,125 @@ void sign_logits(const float* query, int64_t count, int64_t dim, const uint16_t*
   }
 }
 
+// ---- Many queries of one KV head: a lane is a query
+
+constexpr int kVectors = 2, kTokens = LANES == 16 ? 8 : 4;  // whose products are in registers together
+
+// What the queries of a row are to one KV head, in vectors of LANES queries of one query head each.
+struct Packed {
+  float *numbers, *units, *totals;  // [vectors, dim, LANES] whole numbers; what 1 stands for and their sum, [vectors, LANES]
+  int8_t* bytes;                    // [vectors, dim / 4, LANES, 4], the same numbers
+  uint8_t* bits;                    // [block_size, dim], of the block that is scored
+  float* logits;                    // [blocks, vectors, LANES], in base 2
+};
+
+// Rounds queries to 127 steps each way. Lanes without a query have the last one.
+void pack(const float* query, int64_t count, int64_t padded, int64_t group, int64_t dim, const Packed& p) {
+  for (int64_t at = 0; at < group * padded; ++at) {
+    const int64_t token = at % padded < count ? at % padded : count - 1, lane = at % LANES;
+    const float* own = query + (token * group + at / padded) * 2 * dim;
+    float *numbers = p.numbers + at / LANES * dim * LANES + lane, largest = 0, total = 0;
+    for (int64_t d = 0; d < dim; ++d) largest = __builtin_fmaxf(largest, __builtin_fabsf(own[d]));
+    for (int64_t d = 0; d < dim; ++d) {
+      const float number = largest > 0 ? __builtin_rintf(own[d] * (127 / largest)) : 0;
+      numbers[d * LANES] = number;
+      p.bytes[(at / LANES * dim / 4 + d / 4) * LANES * 4 + lane * 4 + d % 4] = (int8_t)number;
+      total += number;
+    }
+    p.units[at] = largest / 127;
+    p.totals[at] = total;
+  }
+}
+
+// The largest logits that tokens of a block may have, of V vectors of queries.
+template <int V>
+void peak_logits(const Packed& p, int64_t first, int64_t dim, int64_t block_size, const uint16_t* centre,
+                 float soft_cap, float* logits) {
+  constexpr int kChains = 4;  // of sums that do not wait for one another
+  Vec base[V][kChains] = {}, peak[V];
+  const float* numbers = p.numbers + first * dim * LANES;
+  for (int64_t d = 0; d < dim; d += kChains)
+    for (int i = 0; i < kChains; ++i) {
+      const Vec its = (Vec)(WordVec{} + ((uint32_t)centre[d + i] << 16));
+      for (int v = 0; v < V; ++v) base[v][i] += load<Vec>(numbers + (v * dim + d + i) * LANES) * its;
+    }
+  for (int v = 0; v < V; ++v) peak[v] = splat(-1e30f);
+  for (int64_t t = 0; t < block_size; t += kTokens) {
+    PairVec sum[V][kTokens] = {};
+    for (int64_t d = 0; d < dim; d += 4) {
+      WordVec own[V];
+      for (int v = 0; v < V; ++v) own[v] = load<WordVec>(p.bytes + ((first + v) * dim + d) * LANES);
+#pragma GCC unroll 8
+      for (int i = 0; i < kTokens; ++i) {
+        const WordVec bits = WordVec{} + load<uint32_t>(p.bits + (t + i) * dim + d);
+        for (int v = 0; v < V; ++v) sum[v][i] += multiply_bytes(bits, own[v]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kTokens; ++i) {
+      const Vec scale = (Vec)(WordVec{} + ((uint32_t)centre[dim + t + i] << 16));
+      for (int v = 0; v < V; ++v) {
+        const Vec set = __builtin_convertvector(sum_pairs(sum[v][i]), Vec);
+        peak[v] = max(peak[v], scale * (2 * set - load<Vec>(p.totals + (first + v) * LANES)));
+      }
+    }
+  }
+  for (int v = 0; v < V; ++v) {
+    Vec x = peak[v] + ((base[v][0] + base[v][1]) + (base[v][2] + base[v][3]));
+    x *= load<Vec>(p.units + (first + v) * LANES);
+    if (soft_cap > 0) x = soft_capped(x, soft_cap);
+    store(logits + v * LANES, x * kLog2e);
+  }
+}
+
+// Adds the shares of attention that queries of one KV head may pay to each block, if the best of its tokens stood for it.
+void tile_shares(const float* query, int64_t count, int64_t group, int64_t dim, const ReachIndex& index, int64_t head,
+                 float soft_cap, const float* sinks, int64_t sink_stride, const int32_t* places, int64_t num,
+                 float* scratch, float* shares) {
+  const int64_t padded = padded_queries(count), lines = padded / LANES, vectors = group * lines;
+  Packed p;
+  p.numbers = scratch;
+  p.units = p.numbers + vectors * dim * LANES;
+  p.totals = p.units + vectors * LANES;
+  p.logits = p.totals + vectors * LANES;
+  p.bytes = (int8_t*)(p.logits + num * vectors * LANES);
+  p.bits = (uint8_t*)(p.bytes + vectors * dim * LANES);
+  pack(query, count, padded, group, dim, p);
+  for (int64_t n = 0; n < num; ++n) {
+    const uint16_t* centre = (const uint16_t*)index.data + (places[n] * index.kv_heads + head) * index.width;
+    for (int64_t t = 0; t < index.block_size; ++t) {
+      const uint16_t* words = centre + dim + index.block_size + t / 16 * dim;
+      for (int64_t d = 0; d < dim; d += LANES)
+        store_bytes(p.bits + t * dim + d, load<HalfVec>(words + d) >> t % 16 & 1);
+    }
+    float* logits = p.logits + n * vectors * LANES;
+    int64_t v = 0;
+    for (; v + kVectors <= vectors; v += kVectors)
+      peak_logits<kVectors>(p, v, dim, index.block_size, centre, soft_cap, logits + v * LANES);
+    for (; v < vectors; ++v) peak_logits<1>(p, v, dim, index.block_size, centre, soft_cap, logits + v * LANES);
+  }
+  for (int64_t v = 0; v < vectors; ++v) {
+    Vec sink = splat(-1e30f);
+    for (int64_t i = 0; sinks && i < LANES; ++i) {
+      const int64_t token = v % lines * LANES + i;
+      sink[i] = sinks[(token < count ? token : count - 1) * sink_stride + v / lines] * kLog2e;
+    }
+    Vec peak = sink;
+    for (int64_t n = 0; n < num; ++n) peak = max(peak, load<Vec>(p.logits + (n * vectors + v) * LANES));
+    Vec sum = exp2(sink - peak);
+    for (int64_t n = 0; n < num; ++n) {
+      float* own = p.logits + (n * vectors + v) * LANES;
+      const Vec share = exp2(load<Vec>(own) - peak);
+      store(own, share);
+      sum += share;
+    }
+    for (int64_t n = 0; n < num; ++n) {
+      float* out = shares + n * padded + v % lines * LANES;
+      store(out, load<Vec>(out) + load<Vec>(p.logits + (n * vectors + v) * LANES) / sum);
+    }
+  }
+}
+
 void block_logits(const float* query, int64_t count, int64_t dim, const ReachIndex& index,
                   int64_t head, float soft_cap, const int32_t* places, int64_t num, float* logits,
                   int64_t out_stride) {
@@ -104,4 +223,7 @@ void block_logits(const float* query, int64_t count, int64_t dim, const ReachInd
 }
 
 }  // namespace
+
+constexpr ReachKernel reach_kernel = {block_logits, tile_shares};
+
 }  // namespace vllm_evict::ISA

@@ -13,6 +13,8 @@ typedef int32_t IntVec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t WordVec __attribute__((vector_size(4 * LANES)));
 typedef uint16_t HalfVec __attribute__((vector_size(2 * LANES)));
 typedef int16_t ShortVec __attribute__((vector_size(2 * LANES)));
+typedef int16_t PairVec __attribute__((vector_size(4 * LANES)));
+typedef uint8_t ByteVec __attribute__((vector_size(LANES)));
 
 template <class V>
 inline V load(const void* from) {
@@ -44,7 +46,6 @@ inline HalfVec widen_bytes(const void* from) {
 #ifdef WIDEN_U8
   return (HalfVec)WIDEN_U8(from);
 #else
-  typedef uint8_t ByteVec __attribute__((vector_size(LANES)));
   return __builtin_convertvector(load<ByteVec>(from), HalfVec);
 #endif
 }
@@ -86,6 +87,31 @@ inline Vec widen(const F16* from) { return widen_f16(load<HalfVec>(from)); }
 template <class Fp8>
 inline Vec widen(const Fp8* from) {
   return widen_f16(to_f16(widen_bytes(from) << 8, from));
+}
+
+// ---- Bytes
+
+inline void store_bytes(void* to, HalfVec words) {
+  const ByteVec bytes = __builtin_convertvector(words, ByteVec);
+  __builtin_memcpy(to, &bytes, sizeof(ByteVec));
+}
+
+// Sums of two products each, of unsigned bytes with signed ones.
+inline PairVec multiply_bytes(WordVec a, WordVec b) {
+#ifdef MULTIPLY_BYTES
+  return (PairVec)MULTIPLY_BYTES(a, b);
+#else
+  const PairVec even = (PairVec)(a & 0x00ff00ff) * ((PairVec)b << 8 >> 8);
+  return even + (PairVec)(a >> 8 & 0x00ff00ff) * ((PairVec)b >> 8);
+#endif
+}
+
+inline IntVec sum_pairs(PairVec x) {
+#ifdef SUM_PAIRS
+  return (IntVec)SUM_PAIRS(x);
+#else
+  return ((IntVec)x << 16 >> 16) + ((IntVec)x >> 16);
+#endif
 }
 
 // ---- Numbers
