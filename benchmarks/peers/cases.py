@@ -21,7 +21,7 @@ from load import DTYPES, KV_NUMBERS
 from models import Shape, make_model
 
 from vllm_evict.eval.prompts import Prompts
-from vllm_evict.eval.run import Plan, all_cases
+from vllm_evict.eval.run import RunOptions, all_cases
 from vllm_evict.eval.score import contains
 from vllm_evict.eval.tasks import Sample
 
@@ -60,13 +60,13 @@ class Sizes:
         return {f"{share}%": -(-self.length * share // (100 * BLOCK)) * BLOCK for share in (10, 25, 50)}
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> RunOptions:
         """The questions as `vllm-evict eval` makes them."""
         return self.plan_of(TASKS, self.samples)
 
-    def plan_of(self, tasks: tuple[str, ...], samples: int) -> Plan:
+    def plan_of(self, tasks: tuple[str, ...], samples: int) -> RunOptions:
         """Of so many prompts of each of these tasks and each depth."""
-        return Plan(
+        return RunOptions(
             model=str(NEEDLE),
             out=Path("."),
             tasks=tasks,
@@ -83,7 +83,7 @@ class Sizes:
 DRY = Sizes(requests=2, prompt=128, output=16, pool=2048, budget=128, eager=True, asked=1, length=1024, depths=(0.5,))
 
 
-def samples_of(plan: Plan, prompts: Prompts) -> list[Sample]:
+def samples_of(plan: RunOptions, prompts: Prompts) -> list[Sample]:
     return [case.sample() for case in all_cases(plan, prompts.count)]
 
 

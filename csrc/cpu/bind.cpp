@@ -373,8 +373,10 @@ void reach(const py::handle& rows, const Tensor& query, const Tensor& index, con
               cache.sizes().slice(1) == host.sizes().slice(1) && cache[0].is_contiguous() &&
               host.is_contiguous(),
           "cache and host must have pages of one shape and dtype, each contiguous");
-  if (sinks) check_tensor(*sinks, "sinks", at::kFloat, 1);
-  require(!sinks || sinks->size(0) == query.size(1), "sinks must have H elements");
+  if (sinks) check_tensor(*sinks, "sinks", at::kFloat, sinks->dim() == 2 ? 2 : 1);
+  require(!sinks || (sinks->is_contiguous() && sinks->size(-1) == query.size(1) &&
+                     (sinks->dim() == 1 || sinks->size(0) == query.size(0))),
+          "sinks must have H elements, or [T, H]");
   a.rows = queries.numel();
   for (auto [to, name] : {std::pair{&a.queries, "queries"}, {&a.query_counts, "query_counts"},
                           {&a.full, "full"}, {&a.blocks, "blocks"}, {&a.first, "first"}, {&a.end, "end"},
@@ -401,6 +403,7 @@ void reach(const py::handle& rows, const Tensor& query, const Tensor& index, con
   a.scale = static_cast<float>(scale);
   a.soft_cap = static_cast<float>(soft_cap);
   a.sinks = sinks ? sinks->const_data_ptr<float>() : nullptr;
+  a.sink_stride = sinks && sinks->dim() == 2 ? sinks->size(1) : 0;
   a.held = held.mutable_data_ptr<int32_t>();
   a.read = read.mutable_data_ptr<int32_t>();
   a.picked = picked.mutable_data_ptr<int32_t>();
@@ -422,9 +425,9 @@ void reach(const py::handle& rows, const Tensor& query, const Tensor& index, con
   a.out_stride = table.stride(0);
   a.num_out_rows = std::min(table.size(0), written.size(0));
   a.out_width = table.size(1);
-  const BlockLogits logits = choose_logits(isa);
+  const ReachKernel& kernel = choose_reach(isa);
   py::gil_scoped_release release;
-  vllm_evict::reach(a, logits, at::get_num_threads());
+  vllm_evict::reach(a, kernel, at::get_num_threads());
 }
 
 }  // namespace

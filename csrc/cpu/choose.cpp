@@ -77,11 +77,15 @@ const MoveRows* choose_moves(const optional<string>& isa) {
   return squeezes && isa != "portable" ? avx512_moves : portable_moves;
 }
 
-BlockLogits choose_logits(const optional<string>& isa) {
+const ReachKernel& choose_reach(const optional<string>& isa) {
   // The kernels of attention know what this CPU runs.
   const string path = choose_kernel(isa).name;
-  if (avx512_logits && (path == "amx_bf16" || path.starts_with("avx512"))) return avx512_logits;
-  return avx2_logits && path == "avx2" ? avx2_logits : portable_logits;
+#if defined(__x86_64__)
+  const bool dots = path.ends_with("_bf16") && __builtin_cpu_supports("avx512vnni");
+  if (avx512_vnni_reach && dots) return *avx512_vnni_reach;
+#endif
+  if (avx512_reach && (path == "amx_bf16" || path.starts_with("avx512"))) return *avx512_reach;
+  return avx2_reach && path == "avx2" ? *avx2_reach : *portable_reach;
 }
 
 }  // namespace vllm_evict

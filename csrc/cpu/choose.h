@@ -14,6 +14,6 @@ namespace vllm_evict {
 // Python gets as ValueError, if this CPU does not run it.
 const Kernel& choose_kernel(const std::optional<std::string>& isa);
 const MoveRows* choose_moves(const std::optional<std::string>& isa);
-BlockLogits choose_logits(const std::optional<std::string>& isa);
+const ReachKernel& choose_reach(const std::optional<std::string>& isa);
 
 }  // namespace vllm_evict

@@ -27,7 +27,7 @@ float widened(const void* from, Type type, int64_t at) {
 
 // Scratch of one thread.
 struct Scratch {
-  std::vector<float> query, logits, shares;
+  std::vector<float> query, logits, shares, tile;
   std::vector<int32_t> places, order, over, free;
   std::vector<char> taken;
 };
@@ -42,12 +42,18 @@ const int32_t* numbers_of(const ReachArgs& a, int64_t row) {
 
 // The share of attention that a query of the row may pay to each full block, summed up over heads;
 // of several queries the largest.
-void score(const ReachArgs& a, BlockLogits block_logits, int64_t row, Scratch& s) {
+void score(const ReachArgs& a, const ReachKernel& kernel, int64_t row, Scratch& s) {
   const int64_t group = a.heads / a.index.kv_heads, full = a.full[row], size = 2 * a.dim,
                 count = a.query_counts[row];
+  const bool tile = a.index.signs && count >= kTileQueries && a.dim <= kTileDims;
+  // Shares of query i in block n are at n * of_block + i * of_query.
+  const int64_t of_block = tile ? padded_queries(count) : 1, of_query = tile ? 1 : full;
   s.query.resize(count * group * size);
-  s.logits.resize(count * group * full);
-  s.shares.assign(count * full, 0.f);
+  if (tile)
+    s.tile.resize(tile_scratch(count, group, a.dim, a.index.block_size, full));
+  else
+    s.logits.resize(count * group * full);
+  s.shares.assign(std::max(count, of_block) * full, 0.f);
   s.places.resize(full);
   const int32_t *numbers = numbers_of(a, row), *written = written_of(a, row);
   for (int64_t n = 0; n < full; ++n)
@@ -61,14 +67,20 @@ void score(const ReachArgs& a, BlockLogits block_logits, int64_t row, Scratch& s
         s.query[i * size + d] = a.index.signs ? q : std::max(q, 0.f);
         s.query[i * size + a.dim + d] = std::min(q, 0.f);
       }
-    block_logits(s.query.data(), count * group, a.dim, a.index, head, a.soft_cap, s.places.data(),
+    const float* sinks = a.sinks ? a.sinks + a.queries[row] * a.sink_stride + head * group : nullptr;
+    if (tile) {
+      kernel.tile(s.query.data(), count, group, a.dim, a.index, head, a.soft_cap, sinks,
+                  a.sink_stride, s.places.data(), full, s.tile.data(), s.shares.data());
+      continue;
+    }
+    kernel.logits(s.query.data(), count * group, a.dim, a.index, head, a.soft_cap, s.places.data(),
                  full, s.logits.data(), full);
     for (int64_t i = 0; i < count * group; ++i) {
       float *own = s.logits.data() + i * full, *shares = s.shares.data() + i / group * full;
       if (a.soft_cap > 0 && !a.index.signs)
         for (int64_t n = 0; n < full; ++n) own[n] = a.soft_cap * std::tanh(own[n] / a.soft_cap);
-      const float sink =
-          a.sinks ? a.sinks[head * group + i % group] : -std::numeric_limits<float>::infinity();
+      const float sink = sinks ? sinks[i / group * a.sink_stride + i % group]
+                               : -std::numeric_limits<float>::infinity();
       const float peak = std::max(*std::max_element(own, own + full), sink);
       float sum = std::exp(sink - peak);
       for (int64_t n = 0; n < full; ++n) sum += own[n] = std::exp(own[n] - peak);
@@ -76,9 +88,10 @@ void score(const ReachArgs& a, BlockLogits block_logits, int64_t row, Scratch& s
     }
   }
   float* scores = a.scores + a.slots[row] * a.width;
-  std::copy_n(s.shares.data(), full, scores);
-  for (int64_t i = 1; i < count; ++i)
-    for (int64_t n = 0; n < full; ++n) scores[n] = std::max(scores[n], s.shares[i * full + n]);
+  std::fill_n(scores, full, 0.f);
+  for (int64_t n = 0; n < full; ++n)
+    for (int64_t i = 0; i < count; ++i)
+      scores[n] = std::max(scores[n], s.shares[n * of_block + i * of_query]);
 }
 
 // Puts candidates in order, those that the row reads first: the best ones, of equal ones the oldest.
@@ -196,7 +209,7 @@ void check(const ReachArgs& a) {
 
 }  // namespace
 
-void reach(const ReachArgs& a, BlockLogits block_logits, int threads) {
+void reach(const ReachArgs& a, const ReachKernel& kernel, int threads) {
   check(a);
 #pragma omp parallel num_threads(threads) if (threads > 1 && a.rows > 1)
   {
@@ -207,7 +220,7 @@ void reach(const ReachArgs& a, BlockLogits block_logits, int threads) {
         name(a, row);
         continue;
       }
-      if (a.leads) score(a, block_logits, row, s);
+      if (a.leads) score(a, kernel, row, s);
       a.counts[a.slots[row] * 3 + 2] += static_cast<int32_t>(choose(a, row, s));
       fetch(a, row, s);
       name(a, row);

@@ -25,7 +25,9 @@ struct ReachArgs {
   int64_t query_token_stride, query_head_stride, heads, dim;
   ReachIndex index;
   float scale, soft_cap;
-  const float* sinks;  // [heads], logits that belong to no block, or null
+  // Logits that belong to no block, or null: [heads], with a stride of 0, or [tokens, heads].
+  const float* sinks;
+  int64_t sink_stride;
   float* scores;  // [slots, width], of full blocks: written by layers that lead, else read
   bool leads;
   int64_t fetch;  // most blocks that come into a room; 0: any number
@@ -58,10 +60,36 @@ struct ReachArgs {
 using BlockLogits = void (*)(const float* query, int64_t count, int64_t dim, const ReachIndex&,
                              int64_t head, float soft_cap, const int32_t* places, int64_t num,
                              float* logits, int64_t stride);
+
+// Rows of so many queries or more are tiles: if blocks are scored by signs, their queries are rounded to
+// 127 steps each way, and a block's best token stands for it. Sums of more dimensions overflow.
+constexpr int64_t kTileQueries = 16, kTileDims = 512;
+
+constexpr int64_t padded_queries(int64_t count) { return (count + 15) / 16 * 16; }
+
+// Floats of `scratch` below.
+constexpr int64_t tile_scratch(int64_t count, int64_t group, int64_t dim, int64_t block_size, int64_t num) {
+  return padded_queries(count) * group * (dim + 2 + num + dim / 4) + (block_size + 5) * dim / 4 +
+         block_size + 48;
+}
+
+// Adds to shares[n * padded_queries(count) + token] the share of attention that query heads of one KV head
+// may pay to the block at places[n]. `query`: as of BlockLogits, [count, group, 2 * dim]; `sinks`: of the
+// first query, [group], or null.
+using TileShares = void (*)(const float* query, int64_t count, int64_t group, int64_t dim,
+                            const ReachIndex&, int64_t head, float soft_cap, const float* sinks,
+                            int64_t sink_stride, const int32_t* places, int64_t num, float* scratch,
+                            float* shares);
+
+struct ReachKernel {
+  BlockLogits logits;
+  TileShares tile;
+};
 // Null if the compiler or the architecture lacks the instruction set.
-extern const BlockLogits avx512_logits, avx2_logits, portable_logits;
+extern const ReachKernel *const avx512_vnni_reach, *const avx512_reach, *const avx2_reach,
+    *const portable_reach;
 
 // Throws std::invalid_argument, before it writes anything, if an index is out of range.
-void reach(const ReachArgs&, BlockLogits, int threads);
+void reach(const ReachArgs&, const ReachKernel&, int threads);
 
 }  // namespace vllm_evict

@@ -6,5 +6,5 @@
 #endif
 
 namespace vllm_evict {
-const BlockLogits avx2_logits = OF_ISA(block_logits);
+const ReachKernel* const avx2_reach = OF_ISA(reach_kernel);
 }

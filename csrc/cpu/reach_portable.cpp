@@ -3,5 +3,5 @@
 #include "reach_kernel.h"
 
 namespace vllm_evict {
-const BlockLogits portable_logits = portable::block_logits;
+const ReachKernel* const portable_reach = &portable::reach_kernel;
 }

@@ -1,5 +1,7 @@
-// Vectors of LANES floats, and elements in memory that become such vectors. mass_kernel.h and
+// Vectors of LANES floats, and elements in memory that become such vectors. mass_layouts.h and
 // reach_kernel.h include it; mass_kernel.h says which names have to be defined before.
+
+#pragma once
 
 #include <cstdint>
 
@@ -11,6 +13,8 @@ typedef int32_t IntVec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t WordVec __attribute__((vector_size(4 * LANES)));
 typedef uint16_t HalfVec __attribute__((vector_size(2 * LANES)));
 typedef int16_t ShortVec __attribute__((vector_size(2 * LANES)));
+typedef int16_t PairVec __attribute__((vector_size(4 * LANES)));
+typedef uint8_t ByteVec __attribute__((vector_size(LANES)));
 
 template <class V>
 inline V load(const void* from) {
@@ -42,7 +46,6 @@ inline HalfVec widen_bytes(const void* from) {
 #ifdef WIDEN_U8
   return (HalfVec)WIDEN_U8(from);
 #else
-  typedef uint8_t ByteVec __attribute__((vector_size(LANES)));
   return __builtin_convertvector(load<ByteVec>(from), HalfVec);
 #endif
 }
@@ -85,6 +88,37 @@ template <class Fp8>
 inline Vec widen(const Fp8* from) {
   return widen_f16(to_f16(widen_bytes(from) << 8, from));
 }
+
+// ---- Bytes
+
+inline void store_bytes(void* to, HalfVec words) {
+  const ByteVec bytes = __builtin_convertvector(words, ByteVec);
+  __builtin_memcpy(to, &bytes, sizeof(ByteVec));
+}
+
+// Adds products of unsigned bytes with signed ones, four in each word of the total of Sums.
+#ifdef DOT_BYTES
+typedef IntVec Sums;
+inline Sums add_products(Sums sum, WordVec a, WordVec b) { return (Sums)DOT_BYTES(sum, a, b); }
+inline IntVec total(Sums sum) { return sum; }
+#else
+typedef PairVec Sums;
+inline Sums add_products(Sums sum, WordVec a, WordVec b) {
+#ifdef MULTIPLY_BYTES
+  return sum + (PairVec)MULTIPLY_BYTES(a, b);
+#else
+  sum += (PairVec)(a & 0x00ff00ff) * ((PairVec)b << 8 >> 8);
+  return sum + (PairVec)(a >> 8 & 0x00ff00ff) * ((PairVec)b >> 8);
+#endif
+}
+inline IntVec total(Sums sum) {
+#ifdef SUM_PAIRS
+  return (IntVec)SUM_PAIRS(sum);
+#else
+  return ((IntVec)sum << 16 >> 16) + ((IntVec)sum >> 16);
+#endif
+}
+#endif
 
 // ---- Numbers
 

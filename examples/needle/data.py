@@ -22,7 +22,7 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from vllm_evict.eval.tasks import Document, ask, chain, classes, counting, draw, sorting
+from vllm_evict.eval.tasks import Exercise, ask, chain, classes, counting, draw, sorting
 from vllm_evict.eval.words import DIGITS, ITEMS, KEYS, MARKS, NUMBERS, QUESTIONS, WORDS, Filler
 
 SPECIAL = ["<unk>", "<s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
@@ -133,7 +133,7 @@ def passages(rng: np.random.Generator, n: int = 2, length: int = 16) -> Task:
     return Task([" ".join(draw(rng, ITEMS, length)) + "." for _ in range(n)] * 2)
 
 
-def of(document: Document) -> Task:
+def of(document: Exercise) -> Task:
     """A document of the evaluation."""
     sources, *turns = zip(*document.questions, strict=True)
     return Task(document.facts, list(zip(*turns, strict=True)), list(sources))

@@ -11,7 +11,7 @@ from engine import after, greedy, logprobs_of, random_prompt
 
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.core.blocks import RequestBlocks
-from vllm_evict.integration.engine.reconstruction import LONGEST_WAIT, OVERLAP, Job, Reconstructions
+from vllm_evict.integration.engine.reconstruction import LONGEST_WAIT, OVERLAP, Reconstruction, Reconstructions
 from vllm_evict.integration.engine.shadows import ShadowRequests
 
 SERVER = {"name": "kvzip", "budget": 192, "buffer": 64, "sink": 32, "recent": 64}
@@ -362,7 +362,7 @@ def test_prompts_that_cannot_be_repeated(change, why, complaints):
     reconstructions._manager, reconstructions._said = SimpleNamespace(block_size=32), set()
     assert reconstructions._unrepeatable(request) == why
     if why is not None:
-        job = Job(request, RequestBlocks(KVPolicyConfig(name="kvzip"), None, 32, "kvzip"), 0, 0)
+        job = Reconstruction(request, RequestBlocks(KVPolicyConfig(name="kvzip"), None, 32, "kvzip"), 0, 0)
         for _ in range(2):
             reconstructions._do_without(job, why, prompt=request.num_prompt_tokens, least=32)
         ((_, said),) = complaints

@@ -12,7 +12,7 @@ from vllm_evict.eval.prompts import Prompts
 from vllm_evict.eval.show import page
 from vllm_evict.eval.tasks import make
 from vllm_evict.eval.words import Filler
-from vllm_evict.integration.show import GONE, HOST, Shown, Step, pieces, run
+from vllm_evict.integration.show import GONE, HOST, Shown, ShownStep, pieces, run
 
 MODEL = str(Path(__file__).parents[2] / "examples/needle/model")
 SIZES = {"budget": 192, "sink": 32, "recent": 64, "buffer": 32}
@@ -137,7 +137,7 @@ def test_heads_that_are_split_are_shown_apart(async_stays, name):
 
 def test_a_page_of_8000_tokens_marks_the_first_difference():
     words = [f"w{at}<b> " for at in range(8000)]
-    shown = Shown(words, ["a", " b", " c"], ["a", " b", " d"], [Step(8000, ["k" * 500], [])] * 250, 16)
+    shown = Shown(words, ["a", " b", " c"], ["a", " b", " d"], [ShownStep(8000, ["k" * 500], [])] * 250, 16)
     found = Page(text := page(shown, "m"))
     assert len(found.blocks) == 501 and len(text) < 1_000_000
     assert found.marked == [" c", " d"] and "differ from token 3 on" in text

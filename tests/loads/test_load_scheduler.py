@@ -15,7 +15,7 @@ from mutants import MUTANTS, source
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from vllm_evict.core.blocks import RequestBlocks
-from vllm_evict.core.mechanisms import Reach
+from vllm_evict.core.mechanisms import Staging
 from vllm_evict.core.plan import PLAN
 from vllm_evict.core.reached import ReachedPool
 from vllm_evict.integration.engine.managers import EvictableManager
@@ -196,7 +196,7 @@ def released_late(monkeypatch):
 
 def unlimited(monkeypatch):
     """Prompts are planned for which staging pages have no room."""
-    monkeypatch.setattr(Reach, "_limit_chunk", lambda self, request, blocks, computed, tokens: tokens)
+    monkeypatch.setattr(Staging, "_limit_chunk", lambda self, request, blocks, computed, tokens: tokens)
 
 
 def kept_uncounted(monkeypatch):

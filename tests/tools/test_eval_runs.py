@@ -26,13 +26,13 @@ from oracle.model import DenseLlama
 from vllm_evict.eval import EvalError, backends, rows, summary, words
 from vllm_evict.eval.policies import contenders, servers
 from vllm_evict.eval.prompts import Prompts
-from vllm_evict.eval.run import Plan, run
+from vllm_evict.eval.run import RunOptions, run
 
 
 def offline_plan(model, out, **changes):
     plan = {"tasks": ("niah", "ppl"), "policies": "full,h2o,sink-window", "budgets": (128,), "lengths": (512,)}
     plan |= {"depths": (0.0, 1.0), "samples": 1, "engine_args": ENGINE, "block_size": 32, **SIZES}
-    return Plan(model=str(model), out=out, **(plan | changes))
+    return RunOptions(model=str(model), out=out, **(plan | changes))
 
 
 @pytest.mark.parametrize("setting, count", [("agnostic", 3), ("agnostic", 1), ("aware", 3)])
@@ -211,7 +211,7 @@ def test_a_run_its_columns_and_its_resumption(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(backends.Offline, "__init__", lambda *a, **k: pytest.fail("an engine was started"))
     assert len(run(plan, said.append)) == 12
     with pytest.raises(EvalError, match=r"holds rows of .*: give another --out"):
-        rows.Rows(tmp_path, "other")
+        rows.ResultRows(tmp_path, "other")
 
 
 @needle_model

@@ -16,7 +16,7 @@ from ports import reserve_port
 
 from vllm_evict.eval import EvalError, rows, summary, tune
 from vllm_evict.eval.prompts import Prompts
-from vllm_evict.eval.run import Plan, run
+from vllm_evict.eval.run import RunOptions, run
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def server(tmp_path_factory):
 
 @needle_model
 def test_over_http(server, tmp_path):
-    plan = Plan(
+    plan = RunOptions(
         **{"model": "needle", "url": server, "out": tmp_path, "tasks": ("niah", "ppl"), "lengths": (512,), "batch": 4},
         **{"policies": "full,sink-window", "budgets": (128, 0.25), "depths": (0.3, 0.5), "samples": 2},
     )
@@ -79,24 +79,28 @@ def test_over_http(server, tmp_path):
     assert row["versions"]["vllm"].startswith("0.")
     # The server's chunks are of 128 tokens, as is said here, so the question comes after the context was evicted.
     known = {"settings": ("agnostic",), "chunk": 128, "tokenizer": str(NEEDLE), "tasks": ("niah",)}
-    chunked = [r for r in run(Plan(**(plan.__dict__ | known)), print) if r["setting"] == "agnostic"]
+    chunked = [r for r in run(RunOptions(**(plan.__dict__ | known)), print) if r["setting"] == "agnostic"]
     assert len(chunked) == 12 and {r["prompt_tokens"] for r in chunked} == {512 + 8}
     before = (tmp_path / rows.FILE).read_text()
     with pytest.raises(
         EvalError, match=r"refuses h2o at 512: kv_budget 512 comes to 512 tokens .* above the server's 256"
     ):
-        run(Plan(**(plan.__dict__ | {"policies": "full,h2o", "budgets": (512,)})), print)
+        run(RunOptions(**(plan.__dict__ | {"policies": "full,h2o", "budgets": (512,)})), print)
     assert (tmp_path / rows.FILE).read_text() == before, "rows were lost"
-    both = run(Plan(**(plan.__dict__ | known | {"settings": ("agnostic", "served"), "seed": 1, "samples": 1})), print)
+    both = run(
+        RunOptions(**(plan.__dict__ | known | {"settings": ("agnostic", "served"), "seed": 1, "samples": 1})), print
+    )
     assert {r["setting"] for r in both if r["seed"] == 1} == {"agnostic", "served"}
     outside = (f"ruler={DATA}/ruler_hub.jsonl", f"2stageretr={DATA}/2stage.jsonl")
-    other = [r for r in run(Plan(**(plan.__dict__ | {"tasks": outside, "budgets": (128,)})), print) if r["prompt"]]
+    other = [
+        r for r in run(RunOptions(**(plan.__dict__ | {"tasks": outside, "budgets": (128,)})), print) if r["prompt"]
+    ]
     assert {(r["task"], r["policy"]) for r in other} == {
         (task, policy) for task in ("ruler/vt", "2stageretr") for policy in ("full", "sink-window")
     }
     assert all(r["output_tokens"] > 0 and r["depth"] is None for r in other)
     with pytest.raises(EvalError, match="serves needle, not 'other'"):
-        run(Plan(**(plan.__dict__ | {"model": "other"})), print)
+        run(RunOptions(**(plan.__dict__ | {"model": "other"})), print)
 
 
 @needle_model
@@ -109,7 +113,9 @@ def test_a_server_that_audits_is_tuned(server, tmp_path):
         "".join(json.dumps(row) + "\n" for row in [*chats, *({"prompt": sample.text} for sample in samples[1::2])])
     )
     common = {"prompts": path, "target": 0.5, "max_tokens": 8, "batch": 4}
-    plan = tune.Plan(out=tmp_path / "served", url=server, policies="h2o,sink-window", budgets=(128, 192), **common)
+    plan = tune.TuneOptions(
+        out=tmp_path / "served", url=server, policies="h2o,sink-window", budgets=(128, 192), **common
+    )
     result = tune.run(plan, print)
     assert result.model == "needle" and result.control["kept"]["identical"] == [1.0] * 20
     served = {(row["policy"], row["budget"], row["part"]): row for row in result.rows}
@@ -118,7 +124,7 @@ def test_a_server_that_audits_is_tuned(server, tmp_path):
     engine = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "max_num_batched_tokens": 128}
     engine |= {"block_size": 32, "kv_cache_memory_bytes": 64 << 20}
     here = [{"name": "h2o", "sink": 32, "recent": 32, "buffer": 0}, {"name": "sink-window", "sink": 32}]
-    plan = tune.Plan(
+    plan = tune.TuneOptions(
         out=tmp_path / "here",
         model=str(NEEDLE),
         policies=",".join(map(json.dumps, here)),
@@ -145,7 +151,9 @@ def test_a_server_that_audits_is_tuned(server, tmp_path):
     ):
         with pytest.raises(EvalError, match=message):
             tune.run(
-                tune.Plan(**({"out": tmp_path / "refused", "url": server, "budgets": (128,), **common} | changes)),
+                tune.TuneOptions(
+                    **({"out": tmp_path / "refused", "url": server, "budgets": (128,), **common} | changes)
+                ),
                 print,
             )
 

@@ -16,7 +16,7 @@ from vllm_evict.eval.prompts import Prompts
 from vllm_evict.eval.show import page
 from vllm_evict.eval.tasks import make
 from vllm_evict.eval.words import Filler
-from vllm_evict.integration.show import HeadSet, Shown, Step, run
+from vllm_evict.integration.show import HeadSet, Shown, ShownStep, run
 
 MODEL = Path(__file__).parents[2] / "examples/needle/model"
 SIZES = {"sink": 32, "recent": 64, "buffer": 0}
@@ -131,9 +131,9 @@ def test_the_page_shows_heads_and_what_decodes_read_on_the_host(browser, tmp_pat
     parts = [HeadSet("layer 0, KV head 0 (band-0)", 1, 0, 0), HeadSet("layer 0, KV head 1 (band-1)", 1, 1, None)]
     parts.append(HeadSet("layer 1, KV heads 0, 1 (band-0)", 2, 0, 1))
     steps = [
-        Step(64, ["k09h", "k..."], []),
-        Step(70, ["k09hk", "k...k"], [[3], []]),
-        Step(71, ["k0.hk", "k...k"], [[], [3]]),
+        ShownStep(64, ["k09h", "k..."], []),
+        ShownStep(70, ["k09hk", "k...k"], [[3], []]),
+        ShownStep(71, ["k0.hk", "k...k"], [[], [3]]),
     ]
     words = [f"w{at}<b>&{'x' * 40 * (at % 9 == 0)} " for at in range(64)]
     shown = Shown(words, ["a", " b", " c"] + ["d"] * 7, ["a", " b", " x"], steps, 16, parts)

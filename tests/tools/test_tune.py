@@ -9,7 +9,7 @@ from evaluation import ENGINE, NEEDLE, ROOT, collected_once, needle_model, sampl
 
 from vllm_evict.config import KVPolicyConfig
 from vllm_evict.eval import EvalError, tune, tuned
-from vllm_evict.eval.audited import Engine
+from vllm_evict.eval.audited import AuditedEngine
 from vllm_evict.eval.policies import Contender
 from vllm_evict.eval.prompts import Prompts
 from vllm_evict.eval.questions import halves, load
@@ -44,7 +44,7 @@ def implied(policy):
 @needle_model
 def test_the_budget_is_that_of_the_needle_tables_and_the_flag_does_what_it_says(needles, tmp_path, monkeypatch):
     """Full attention answers all of them, so answers that it gives are those that find the needle."""
-    plan = tune.Plan(
+    plan = tune.TuneOptions(
         prompts=needles,
         out=tmp_path,
         model=str(NEEDLE),
@@ -65,7 +65,7 @@ def test_the_budget_is_that_of_the_needle_tables_and_the_flag_does_what_it_says(
     policy = KVPolicyConfig.parse(words[1])
     assert words[0] == "--kv-policy" and (policy.audit, policy.target) == (0.01, TARGET)
     questions = load(needles, 16)
-    engine = Engine(str(NEEDLE), policy, Prompts(str(NEEDLE)), batch=16, block_size=32, engine_args=CHUNKED)
+    engine = AuditedEngine(str(NEEDLE), policy, Prompts(str(NEEDLE)), batch=16, block_size=32, engine_args=CHUNKED)
     try:
         own = Contender("the server's", policy)
         monkeypatch.setattr(Contender, "xargs", {})
@@ -92,8 +92,8 @@ def test_the_budget_is_that_of_the_needle_tables_and_the_flag_does_what_it_says(
 def test_what_audits_do_not_support_is_refused_before_anything_runs(
     needles, tmp_path, monkeypatch, policy, more, message
 ):
-    monkeypatch.setattr(tune, "Engine", lambda *args, **options: pytest.fail("an engine was started"))
-    plan = tune.Plan(
+    monkeypatch.setattr(tune, "AuditedEngine", lambda *args, **options: pytest.fail("an engine was started"))
+    plan = tune.TuneOptions(
         prompts=needles, out=tmp_path, model=str(NEEDLE), policies=policy, max_tokens=16, engine_args=CHUNKED | more
     )
     with pytest.raises(EvalError, match=message):

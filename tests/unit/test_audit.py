@@ -69,7 +69,7 @@ def test_scores_are_those_of_float64(dtype, temperature):
 
 
 def test_logits_are_made_in_pieces_of_the_rows_asked_for():
-    from vllm_evict.core.plan import Rows
+    from vllm_evict.core.plan import ScoredRows
 
     hidden, pieces = torch.arange(400.0)[:, None].expand(400, 3), []
 
@@ -78,7 +78,7 @@ def test_logits_are_made_in_pieces_of_the_rows_asked_for():
         return states
 
     scorer = Scorer.__new__(Scorer)
-    scorer._rows, scorer._scored = {"r": Rows(10, [0] * 150, 1.0)}, {}
+    scorer._rows, scorer._scored = {"r": ScoredRows(10, [0] * 150, 1.0)}, {}
     scorer._score(compute_logits, hidden, {"r": 100})
     assert [len(piece) for piece in pieces] == [AT_ONCE, AT_ONCE, 150 - 2 * AT_ONCE]
     assert sum(pieces, []) == list(range(110, 260)) and scorer._scored["r"].shape == (150, 4)

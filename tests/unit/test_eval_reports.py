@@ -341,23 +341,23 @@ def test_a_half_written_line_is_dropped_and_nothing_else(tmp_path):
     path = tmp_path / rows.FILE
     whole = [json.dumps(row_of(index=i)) + "\n" for i in range(3)]
     path.write_text("".join(whole) + whole[0][:50])
-    store = rows.Rows(tmp_path, "m")
+    store = rows.ResultRows(tmp_path, "m")
     assert store.mended and len(store.rows) == 3 and path.read_text() == "".join(whole)
     store.append([row_of(index=3)])
-    assert not rows.Rows(tmp_path, "m").mended and len(rows.Rows(tmp_path, "m").rows) == 4
+    assert not rows.ResultRows(tmp_path, "m").mended and len(rows.ResultRows(tmp_path, "m").rows) == 4
 
 
 def test_a_last_line_that_only_lacks_its_end_is_kept(tmp_path):
     (tmp_path / rows.FILE).write_text(json.dumps(row_of()))
-    store = rows.Rows(tmp_path, "m")
+    store = rows.ResultRows(tmp_path, "m")
     store.append([row_of(index=1)])
-    assert not store.mended and len(rows.Rows(tmp_path, "m").rows) == 2
+    assert not store.mended and len(rows.ResultRows(tmp_path, "m").rows) == 2
 
 
 def test_damage_elsewhere_is_left_to_the_user(tmp_path):
     (tmp_path / rows.FILE).write_text("{half\n" + json.dumps(row_of()) + "\n")
     with pytest.raises(EvalError, match=r"rows.jsonl, line 1 is no row of results"):
-        rows.Rows(tmp_path, "m")
+        rows.ResultRows(tmp_path, "m")
     assert (tmp_path / rows.FILE).read_text().startswith("{half\n")
 
 

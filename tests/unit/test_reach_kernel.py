@@ -83,6 +83,29 @@ def test_the_kernel_does_what_plain_torch_does(isa, dtype, of_keys, soft_cap, si
 
 
 @each_isa
+@pytest.mark.parametrize("soft_cap", [0.0, 5.0])
+@pytest.mark.parametrize("sinks", ["none", "heads", "queries"])
+@pytest.mark.parametrize("size, dim", [(32, 48), (16, 512)])
+def test_tiles_score_what_plain_torch_scores(isa, soft_cap, sinks, size, dim):
+    """Rows of many queries, of more and less than vectors hold, and one of few beside them."""
+    generator, counts = torch.Generator().manual_seed(0), torch.tensor([64, 16, 3, 33, 50], dtype=torch.int32)
+    rows, _, numbers, state, host = made(torch.float32)
+    rows = rows._replace(queries=(counts.cumsum(0) - counts).int(), query_counts=counts, blocks=rows.full + 1, most=64)
+    index = key_signs(torch.randn(POOL + 1 + HOST, KV_HEADS, size, dim, generator=generator))
+    query = torch.randn(int(counts.sum()), HEADS, dim, generator=generator)
+    query[7] = 0
+    of_queries = torch.randn(len(query), HEADS, generator=generator)
+    own = {"none": None, "heads": of_queries[0], "queries": of_queries}[sinks]
+    states = state, [each.clone() for each in state]
+    for how, (*places, cache, table) in zip((reach, reach_reference), states):
+        args = rows, query, index, numbers, *places, cache, host, table, dim**-0.5, soft_cap, own
+        how(*args, isa=isa) if how is reach else how(*args)
+    # Numbers at the seam of two steps may be rounded either way.
+    torch.testing.assert_close(state[3], states[1][3], atol=1e-4, rtol=2e-3)
+    assert (state[3] != 0).any(1).sum() == ROWS
+
+
+@each_isa
 @pytest.mark.parametrize(
     "field, value",
     [

@@ -192,7 +192,7 @@ def fake(monkeypatch):
             pass
 
     Fake.ran, Fake.started = [], []
-    monkeypatch.setattr(tune, "Engine", Fake)
+    monkeypatch.setattr(tune, "AuditedEngine", Fake)
     sizes = SimpleNamespace(block_size=32, max_num_batched_tokens=2048, max_model_len=4096)
     monkeypatch.setattr(
         tune,
@@ -203,7 +203,7 @@ def fake(monkeypatch):
 
 
 def plan(asked, **changes):
-    return tune.Plan(
+    return tune.TuneOptions(
         **{"prompts": asked, "out": asked.parent / "out", "model": str(NEEDLE), "policies": "h2o"} | changes
     )
 

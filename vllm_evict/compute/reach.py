@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional
 
 from ..config import KVPolicyConfig
-from ..core.mechanisms.reach import staging_blocks
+from ..core.mechanisms.staging import staging_blocks
 from ..core.offload import Copy, runs
 from ..core.plan import RoomOf
 from .holes import Start
@@ -284,9 +284,8 @@ class Reach(Source):
 
         `leads`: whether the layer scores blocks; None: its place says so.
         """
-        place, layer, logits = call.place, call.layer, logits_of(call.layer)
-        if logits["sinks"] is not None:
-            logits["sinks"] = logits["sinks"].float()
+        place, layer = call.place, call.layer
+        leads = place in self._leads if leads is None else leads
         reach(
             rows,
             call.query,
@@ -301,11 +300,17 @@ class Reach(Source):
             self._host_pages(call),
             table,
             layer.impl.scale,
-            **logits,
+            logits_of(layer)["soft_cap"],
+            self._sinks(call, rows) if leads else None,
             step=self._steps,
             fetch=self._config.fetch,
-            leads=place in self._leads if leads is None else leads,
+            leads=leads,
         )
+
+    def _sinks(self, call: LayerCall, rows: ReachRows) -> torch.Tensor | None:
+        """Return the logits of what queries attend to beside the blocks that are scored, as `reach` has them."""
+        sinks: torch.Tensor | None = logits_of(call.layer)["sinks"]
+        return None if sinks is None else sinks.float()
 
     def warm_up(self, call: LayerCall, table: torch.Tensor) -> None:
         """Launch the kernels of one layer, for a row of padding."""

@@ -17,6 +17,8 @@ from ..config.sizes import TILE
 from ..core.plan import RoomOf
 from .holes import Start
 from .kernels.reach import OF_ROWS, ReachRows
+from .kernels.signs import TILE_QUERIES
+from .own_blocks import OwnBlocks
 from .probes import LayerCall
 from .reach import Reach
 from .shape import Shape
@@ -32,6 +34,8 @@ class Read(Reach):
     a cached prefix has the index of its blocks.
     """
 
+    #: Own blocks of tiles in the step; None: it has no tiles.
+    _own: OwnBlocks | None = None
     #: The batch of a step, and its rows that read less: layers that write the table change what it says of them.
     _of_batch: tuple[StepBatch | None, np.ndarray] = None, np.zeros(0, np.int64)
 
@@ -94,7 +98,7 @@ class Read(Reach):
 
     def _choices(self, batch: StepBatch, rows: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """See `Reach._choices`. Rows of prompts are tiles."""
-        tiles = batch.chunks[rows] > 1
+        tiles, self._own = batch.chunks[rows] > 1, None
         if not tiles.any():
             return super()._choices(batch, rows, tokens)
         known, unread = np.zeros((OF_ROWS, len(rows)), np.int64), np.zeros(len(rows), np.int64)
@@ -113,7 +117,13 @@ class Read(Reach):
         chosen = read - sinks - (blocks - end)
         first, chooses = np.full_like(full, sinks), np.ones_like(full)
         known = batch.starts[rows], counts, full, blocks, first, end, chosen, chosen, slots, rows, chooses
+        if (many := counts >= TILE_QUERIES).any():
+            starts = batch.starts[rows[many]]
+            self._own = OwnBlocks(rows[many], starts, counts[many], lengths[many], self.block_size)
         return np.array(known), (blocks - read) * self.block_size
+
+    def _sinks(self, call: LayerCall, rows: ReachRows) -> torch.Tensor | None:
+        return super()._sinks(call, rows) if self._own is None else self._own.logits(call, rows.written)
 
     def _blocks(self, batch: StepBatch, table: torch.Tensor) -> tuple[np.ndarray, torch.Tensor]:
         # Layers write their choices into the table that the backend's kernel reads.

@@ -73,7 +73,7 @@ class Pyramid(Allocator):
         return [1 + slope * (sum(middles) / bands - middle) for middle in middles]
 
 
-class Heads(Allocator):
+class HeadBands(Allocator):
     """Deals the heads of each layer to `bands` KV groups, each with the whole budget. For policies of their own."""
 
     name = "heads"
@@ -82,7 +82,7 @@ class Heads(Allocator):
     lacks = names_of((CONTEXT, *TIER, *READ, *PER_TOKEN))
 
 
-class Ada(Heads):
+class Ada(HeadBands):
     """Deals the heads of each layer to `bands` KV groups, and ranks the blocks of all groups together.
 
     A decision leaves each group at least the share `floor` of an even split of the budget (the paper's safeguard).
@@ -101,4 +101,4 @@ class Gates(Allocator):
 
 
 #: All allocators by name. Users may name those of `ALLOCATE`.
-ALLOCATORS = {each.name: each for each in (Allocator(), Pyramid(), Ada(), Heads(), Gates())}
+ALLOCATORS = {each.name: each for each in (Allocator(), Pyramid(), Ada(), HeadBands(), Gates())}

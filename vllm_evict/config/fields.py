@@ -176,7 +176,7 @@ READ_PROMPTS = Option(
     "read_prompts",
     whole(),
     0,
-    "with `read`, not with `evict: host`: tokens that 64 tokens of a prompt attend to in each layer, in whole blocks: "
+    "with `read`, not with `evict: host`: tokens that 32 tokens of a prompt attend to in each layer, in whole blocks: "
     "sinks, recent blocks, their own, and the best others; 0: all tokens before them",
 )
 #: Fields of every policy that evicts, with their usual defaults.

@@ -18,7 +18,7 @@ LEAST_BUDGET = 8
 #: Blocks that a decision chooses among at least, where the user gave no recent tokens.
 LEAST_CHOICE = 2
 #: Most tokens of a prompt that read the same blocks under `read_prompts`.
-TILE = 64
+TILE = 32
 #: Size that follows the budget -> how many times it fits into the budget at least. In this order they get their blocks.
 SHARES = {"recent": 4, "sink": 8}
 

@@ -111,7 +111,7 @@ class RoomOf(NamedTuple):
     recent: int
 
 
-class Rows(NamedTuple):
+class ScoredRows(NamedTuple):
     """Rows of a step that workers score: how likely the token after each row is, as the model sees it.
 
     Attributes:
@@ -178,7 +178,7 @@ class EvictionPlan:
 
     groups: list[GroupPlan]
     orders: list[Order] = field(default_factory=list)
-    rows: dict[str, Rows] = field(default_factory=dict)
+    rows: dict[str, ScoredRows] = field(default_factory=dict)
     poison: list[int] = field(default_factory=list)
     clean: list[int] = field(default_factory=list)
     unread: set[str] = field(default_factory=set)

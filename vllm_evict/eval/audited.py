@@ -82,7 +82,7 @@ def auditing(server: KVPolicyConfig) -> KVPolicyConfig:
     return KVPolicyConfig.parse(server.to_dict() | {"audit": 1.0})
 
 
-class Engine:
+class AuditedEngine:
     """A vLLM engine in this process that audits every answer.
 
     Args:
@@ -169,7 +169,7 @@ class Engine:
         self._offline.close()
 
 
-class Server:
+class AuditedServer:
     """A server that audits every answer, and allows the policies.
 
     Args:
@@ -222,7 +222,7 @@ class Server:
     def ask(
         self, contender: Contender, questions: Sequence[Question], salt: str, advance: Callable[[int], object]
     ) -> Audit:
-        """Answer questions under a contender and wait for the audits of all answers. As `Engine.ask`.
+        """Answer questions under a contender and wait for the audits of all answers. As `AuditedEngine.ask`.
 
         Raises:
             EvalError: the server refuses a request, or answers of others are audited at the same time.

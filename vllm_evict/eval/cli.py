@@ -138,10 +138,10 @@ def evaluate(
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from . import report
-    from .run import Plan, run
+    from .run import RunOptions, run
 
     console = wide_console()
-    plan = Plan(
+    args = RunOptions(
         model=model,
         out=out,
         tasks=tuple(split_list(tasks)),
@@ -166,7 +166,7 @@ def evaluate(
         limit=limit,
         engine_args=_object(engine_args, "--engine-args"),
     )
-    rows = run(plan, lambda line: console.print(line, highlight=False, soft_wrap=True))
+    rows = run(args, lambda line: console.print(line, highlight=False, soft_wrap=True))
     _tell(report.write(rows, out, console), console)
 
 
@@ -222,11 +222,11 @@ def tune(
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # before vLLM is imported: the engine runs in this process
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from .tune import Plan, run
+    from .tune import TuneOptions, run
     from .tuned import write
 
     console = wide_console()
-    plan = Plan(
+    args = TuneOptions(
         prompts=prompts,
         out=out,
         model=model,
@@ -241,7 +241,7 @@ def tune(
         chat=chat,
         engine_args=_object(engine_args, "--engine-args"),
     )
-    result = run(plan, lambda line: console.print(line, highlight=False, soft_wrap=True))
+    result = run(args, lambda line: console.print(line, highlight=False, soft_wrap=True))
     _tell(write(result, console), console)
     raise typer.Exit(budget_bytes is None and not (result.best and result.best.confirmed))
 

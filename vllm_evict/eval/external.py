@@ -68,13 +68,13 @@ def load(benchmark: str, source: str, limit: int | None = None, seed: int = 0) -
         for number, row in rows:
             if limit is not None and number > limit:
                 break
-            samples.append(reader(row, Place(f"{place}, row {number}", path), number - 1, seed))
+            samples.append(reader(row, Origin(f"{place}, row {number}", path), number - 1, seed))
     if not samples:
         raise EvalError(f"{source}: no rows")
     return samples
 
 
-class Place:
+class Origin:
     """The origin of a row, for messages and for names that only its path has."""
 
     def __init__(self, words: str, path: Path | None):
@@ -99,7 +99,7 @@ class Place:
         return value
 
 
-def ruler(row: Row, place: Place, index: int, seed: int) -> Sample:
+def ruler(row: Row, place: Origin, index: int, seed: int) -> Sample:
     """Return a row as RULER's scripts have it, or kvpress's copy on the Hub, with context and question apart."""
     apart = "context" in row
     if apart:
@@ -125,7 +125,7 @@ def ruler(row: Row, place: Place, index: int, seed: int) -> Sample:
     )
 
 
-def _ruler_subset(place: Place) -> str:
+def _ruler_subset(place: Origin) -> str:
     """Return the subset by the file's name: SUBSET/validation.jsonl by RULER's scripts, SUBSET.jsonl in copies."""
     if place.path is None:
         raise EvalError(f"{place.words} has no field 'task', and no file name tells the subset")
@@ -133,7 +133,7 @@ def _ruler_subset(place: Place) -> str:
     return next((n for n in names if n.split("_")[0] in RULER_TOKENS), names[0])
 
 
-def longbench(row: Row, place: Place, index: int, seed: int) -> Sample:
+def longbench(row: Row, place: Origin, index: int, seed: int) -> Sample:
     context, question = place.field(row, "context", str), place.field(row, "input", str)
     answers = place.strings(row, "answers")
     dataset = place.field(row, "dataset", str).removesuffix("_e")
@@ -159,7 +159,7 @@ def longbench(row: Row, place: Place, index: int, seed: int) -> Sample:
 _longbench_configs: dict[Path, tuple[dict[str, str], dict[str, int]]] = {}
 
 
-def _longbench_config(place: Place) -> tuple[dict[str, str], dict[str, int]]:
+def _longbench_config(place: Origin) -> tuple[dict[str, str], dict[str, int]]:
     start = (place.path or Path.cwd() / "-").resolve().parent
     for folder in (start, start.parent, start.parent / "LongBench"):
         config = folder / "config"
@@ -174,7 +174,7 @@ def _longbench_config(place: Place) -> tuple[dict[str, str], dict[str, int]]:
     )
 
 
-def two_stage_retrieval(row: Row, place: Place, index: int, seed: int) -> Sample:
+def two_stage_retrieval(row: Row, place: Origin, index: int, seed: int) -> Sample:
     """Return a row of OmniKV's 2StageRetr; an answer is right if any expected one occurs, as in its script."""
     prompt = place.field(row, "prompt", str)
     return Sample(
@@ -190,7 +190,7 @@ def two_stage_retrieval(row: Row, place: Place, index: int, seed: int) -> Sample
     )
 
 
-BENCHMARKS: dict[str, Callable[[Row, Place, int, int], Sample]] = {
+BENCHMARKS: dict[str, Callable[[Row, Origin, int, int], Sample]] = {
     "ruler": ruler,
     "longbench": longbench,
     "2stageretr": two_stage_retrieval,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from . import EvalError
-from .external import Place, lines
+from .external import Origin, lines
 
 Messages = list[dict[str, Any]]
 
@@ -52,14 +52,14 @@ def load(path: Path, max_tokens: int) -> list[Question]:
         raise EvalError(f"--prompts got {path}, which is no file; expected JSONL with a prompt in each row")
     found: dict[str, Question] = {}
     for number, row in lines(path):
-        question = _question(row, Place(f"{path}, row {number}", path), max_tokens)
+        question = _question(row, Origin(f"{path}, row {number}", path), max_tokens)
         found.setdefault(question.sha256, question)
     if len(found) < 2:
         raise EvalError(f"{path} got {len(found)} prompts; expected 2 or more: one half is searched, one confirms")
     return list(found.values())
 
 
-def _question(row: dict[str, Any], place: Place, max_tokens: int) -> Question:
+def _question(row: dict[str, Any], place: Origin, max_tokens: int) -> Question:
     most = row.get("output_tokens", max_tokens)
     if not isinstance(most, int) or isinstance(most, bool) or most < 1:
         raise EvalError(f"{place.words}: output_tokens got {most!r}; expected a number of tokens, 1 or more")
@@ -80,7 +80,7 @@ def _question(row: dict[str, Any], place: Place, max_tokens: int) -> Question:
     return Question(place.words, messages, most)
 
 
-def _check_text(text: str, place: Place) -> None:
+def _check_text(text: str, place: Origin) -> None:
     """Refuse half of a surrogate pair, which JSON can say and no tokenizer takes."""
     try:
         text.encode()

@@ -48,7 +48,7 @@ def read(path: Path) -> tuple[list[Row], int | None]:
     return rows, half
 
 
-class Rows:
+class ResultRows:
     """The rows of a results folder, for appending.
 
     A half-written last line of a killed run is removed; then `mended` is True.

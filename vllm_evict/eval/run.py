@@ -16,7 +16,7 @@ from . import EvalError, external
 from .backends import SETTINGS, Answer, Offline, block_size_of, check_model, model_length
 from .policies import Contender, contenders, servers
 from .prompts import Prompts
-from .rows import Row, Rows, key_of
+from .rows import ResultRows, Row, key_of
 from .score import score
 from .served import Http
 from .tasks import ALONE, MOST_TURNS, NLL, SEVERAL, TASKS, Sample, make
@@ -24,7 +24,7 @@ from .words import HAYSTACKS, Filler
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunOptions:
     """The options of a run; `cli.py` explains each."""
 
     model: str
@@ -98,42 +98,42 @@ class Cell:
         return {row["key"] for row in self.rows}
 
 
-def run(plan: Plan, say: Callable[[str], None]) -> list[Row]:
+def run(args: RunOptions, say: Callable[[str], None]) -> list[Row]:
     """Run the rows that are missing in the folder, and return all its rows.
 
     Args:
-        plan: the matrix.
+        args: the matrix.
         say: prints a line for the user.
 
     Raises:
-        EvalError: the plan is wrong; finished rows are kept.
+        EvalError: the options are wrong; finished rows are kept.
     """
-    settings = plan.settings or ("served" if plan.url else "agnostic",)
-    check(plan, settings)
-    if plan.url:
-        only_names(plan.policies)
+    settings = args.settings or ("served" if args.url else "agnostic",)
+    check(args, settings)
+    if args.url:
+        only_names(args.policies)
     # Over HTTP all options but name and budget are the server's, also classes of heads.
-    sizes = {} if plan.url else {"sink": plan.sink, "recent": plan.recent, "buffer": plan.buffer}
-    wanted = contenders(plan.policies, plan.budgets, **sizes, pattern=("1",) if plan.url else ())
+    sizes = {} if args.url else {"sink": args.sink, "recent": args.recent, "buffer": args.buffer}
+    wanted = contenders(args.policies, args.budgets, **sizes, pattern=("1",) if args.url else ())
     if "turns" in settings and (shadows := [each for each in wanted if each.config.policy.reconstructs]):
         raise EvalError(f"turns got {shadows[0]}, which does not score sessions: leave it out, or take other settings")
-    if plan.url:
-        connect = functools.partial(Http, plan.url, plan.model, batch=plan.batch, chat=plan.chat)
+    if args.url:
+        connect = functools.partial(Http, args.url, args.model, batch=args.batch, chat=args.chat)
         jobs = [Job(connect, setting, wanted) for setting in settings]
-        count = Prompts(plan.tokenizer, plan.chat).count if plan.tokenizer else connect().count
+        count = Prompts(args.tokenizer, args.chat).count if args.tokenizer else connect().count
     else:
-        check_model(plan.model)
-        plan = replace(plan, block_size=plan.block_size or block_size_of(plan.model, plan.engine_args))
-        prompts = Prompts(plan.tokenizer or plan.model, plan.chat)
-        max_len = plan.engine_args.get("max_model_len") or model_length(plan.model) or 1 << 20
-        jobs, count = offline_jobs(plan, settings, wanted, prompts, max_len), prompts.count
-    rows = Rows(plan.out, plan.model)
+        check_model(args.model)
+        args = replace(args, block_size=args.block_size or block_size_of(args.model, args.engine_args))
+        prompts = Prompts(args.tokenizer or args.model, args.chat)
+        max_len = args.engine_args.get("max_model_len") or model_length(args.model) or 1 << 20
+        jobs, count = offline_jobs(args, settings, wanted, prompts, max_len), prompts.count
+    rows = ResultRows(args.out, args.model)
     if rows.mended:
         say(f"{rows.path}: its last line was only half written, and is dropped")
-    cases = all_cases(plan, count)
-    if not plan.url:
+    cases = all_cases(args, count)
+    if not args.url:
         _check_lengths(cases, prompts, max_len)
-    every = [(job, list(cells_of(plan, job, cases))) for job in jobs]
+    every = [(job, list(cells_of(args, job, cases))) for job in jobs]
     todo = [(job, [cell for cell in cells if not cell.keys <= rows.done]) for job, cells in every]
     total, left = (sum(len(cell.rows) for _, cells in part for cell in cells) for part in (every, todo))
     if left < total:
@@ -141,18 +141,18 @@ def run(plan: Plan, say: Callable[[str], None]) -> list[Row]:
     with tqdm(total=total, initial=total - left, unit="row", disable=None) as bar:
         for job, cells in todo:
             if cells:
-                _work(plan, job, cells, rows, bar)
+                _work(args, job, cells, rows, bar)
     return rows.rows
 
 
-def _work(plan: Plan, job: Job, cells: list[Cell], rows: Rows, bar: tqdm) -> None:
+def _work(args: RunOptions, job: Job, cells: list[Cell], rows: ResultRows, bar: tqdm) -> None:
     """Start a job's engine and run its cells, batch by batch."""
     backend = job.start()
     try:
         for cell in {cell.case.task: cell for cell in reversed(cells)}.values():
             backend.answer([cell.case.sample()], cell.contender)  # warm-up for the timing of the first rows
         measured: set[tuple[Contender, int, str]] = set()
-        for batch in batches(cells, plan.batch):
+        for batch in batches(cells, args.batch):
             contender, case = batch[0].contender, batch[0].case
             bar.set_description(f"{job.setting}, {contender}, {case.task}")
             samples = [cell.case.sample() for cell in batch]
@@ -162,7 +162,7 @@ def _work(plan: Plan, job: Job, cells: list[Cell], rows: Rows, bar: tqdm) -> Non
             about = backend.about | {"seconds": seconds}
             if case.task != "ppl" and (key := (contender, case.length, case.haystack)) not in measured:
                 measured.add(key)
-                about |= _at_equal_memory(plan, job, backend, samples, answers, contender)
+                about |= _at_equal_memory(args, job, backend, samples, answers, contender)
             filled = [row for parts in zip(batch, samples, answers, strict=True) for row in fill(*parts, about)]
             # Of a session that was written in part, all turns run again.
             rows.append([row for row in filled if row["key"] not in rows.done])
@@ -172,7 +172,12 @@ def _work(plan: Plan, job: Job, cells: list[Cell], rows: Rows, bar: tqdm) -> Non
 
 
 def _at_equal_memory(
-    plan: Plan, job: Job, backend: Offline | Http, samples: list[Sample], answers: list[Answer], contender: Contender
+    args: RunOptions,
+    job: Job,
+    backend: Offline | Http,
+    samples: list[Sample],
+    answers: list[Answer],
+    contender: Contender,
 ) -> Row:
     """Throughput of a batch in a pool that its budgets fill, and that of `full` in the same pool, as fields of rows.
 
@@ -187,9 +192,9 @@ def _at_equal_memory(
     longest = max(
         (answer.prompt_tokens or 0) + sample.max_tokens for answer, sample in zip(answers, samples, strict=True)
     )
-    budgets = sum((answer.budget_tokens or 0) + plan.chunk for answer in answers)
-    assert plan.block_size is not None  # as for all engines of this process
-    tokens = max(budgets, longest + plan.block_size)
+    budgets = sum((answer.budget_tokens or 0) + args.chunk for answer in answers)
+    assert args.block_size is not None  # as for all engines of this process
+    tokens = max(budgets, longest + args.block_size)
     with backend.pool_of(tokens):
         own, full = (backend.answer(samples, each)[0].tokens_per_s for each in (contender, job.full))
     return {"pool": {"tokens": tokens, "tokens_per_s": own, "full_tokens_per_s": full}}
@@ -210,23 +215,23 @@ def unsuited(task: str, setting: str, haystack: str = "grammar") -> str:
     return ""
 
 
-def check(plan: Plan, settings: tuple[str, ...]) -> None:
-    """Refuse a wrong plan before anything starts.
+def check(args: RunOptions, settings: tuple[str, ...]) -> None:
+    """Refuse wrong options before anything starts.
 
     Raises:
         EvalError: naming what is allowed.
     """
-    for haystack in plan.haystacks:
+    for haystack in args.haystacks:
         if haystack not in HAYSTACKS:
             raise EvalError(f"--haystacks got {haystack!r}; expected some of: {', '.join(HAYSTACKS)}")
-    if not plan.haystacks:
+    if not args.haystacks:
         raise EvalError(f"--haystacks got none; expected some of: {', '.join(HAYSTACKS)}")
-    if not plan.tasks:
+    if not args.tasks:
         raise EvalError(f"no task to run: give --tasks, such as {','.join(TASKS)}")
     for setting in settings:
         if setting not in SETTINGS:
             raise EvalError(f"unknown setting {setting!r}; choose from: {', '.join(SETTINGS)}")
-    for task in plan.tasks:
+    for task in args.tasks:
         name, _, source = task.partition("=")
         if source and name not in external.BENCHMARKS:
             raise EvalError(f"unknown benchmark {name!r}; there are: {', '.join(external.BENCHMARKS)}")
@@ -239,26 +244,26 @@ def check(plan: Plan, settings: tuple[str, ...]) -> None:
             fitting = ", ".join(setting for setting in SETTINGS if not unsuited(name, setting))
             why = "; ".join(dict.fromkeys(reasons))
             raise EvalError(f"{name} cannot be {' or '.join(settings)} ({why}): --settings {fitting}")
-        if not source and set(plan.haystacks) == {"pairs"} and (why := unsuited(name, "aware", "pairs")):
+        if not source and set(args.haystacks) == {"pairs"} and (why := unsuited(name, "aware", "pairs")):
             raise EvalError(f"haystack 'pairs' got {name}; expected tasks of several facts ({why}); leave {name} out")
-    sizes = {"lengths": plan.lengths, "samples": (plan.samples,), "batch": (plan.batch,), "chunk": (plan.chunk,)}
-    if plan.limit is not None:
-        sizes["limit"] = (plan.limit,)
+    sizes = {"lengths": args.lengths, "samples": (args.samples,), "batch": (args.batch,), "chunk": (args.chunk,)}
+    if args.limit is not None:
+        sizes["limit"] = (args.limit,)
     for name, values in sizes.items():
         if not values or min(values) < 1:
             raise EvalError(f"--{name} must be at least 1")
     if "turns" in settings:
-        if plan.url:
+        if args.url:
             raise EvalError("turns needs sessions (streaming input), which no server has over HTTP: leave --url out")
-        if not 1 <= plan.turns <= MOST_TURNS:
-            raise EvalError(f"--turns got {plan.turns}; expected 1 to {MOST_TURNS}")
+        if not 1 <= args.turns <= MOST_TURNS:
+            raise EvalError(f"--turns got {args.turns}; expected 1 to {MOST_TURNS}")
     if "agnostic" in settings or "turns" in settings:
-        for length in plan.lengths:
-            if length % plan.chunk:
-                raise EvalError(f"length {length} is no multiple of the prefill chunk of {plan.chunk}: see --chunk")
-        if plan.url and not plan.tokenizer:
+        for length in args.lengths:
+            if length % args.chunk:
+                raise EvalError(f"length {length} is no multiple of the prefill chunk of {args.chunk}: see --chunk")
+        if args.url and not args.tokenizer:
             raise EvalError("agnostic over HTTP has to count exactly: give the server's --tokenizer and its --chunk")
-    if not plan.depths or not all(0 <= depth <= 1 for depth in plan.depths):
+    if not args.depths or not all(0 <= depth <= 1 for depth in args.depths):
         raise EvalError("depths are shares of the context, from 0 (its start) to 1 (its end)")
 
 
@@ -284,24 +289,24 @@ def _check_lengths(cases: list[Case], prompts: Prompts, max_len: int) -> None:
 
 
 def offline_jobs(
-    plan: Plan, settings: tuple[str, ...], wanted: list[Contender], prompts: Prompts, max_len: int
+    args: RunOptions, settings: tuple[str, ...], wanted: list[Contender], prompts: Prompts, max_len: int
 ) -> list[Job]:
     """Return one engine for each setting and set of policies that one server can serve."""
     full = Contender("full", KVPolicyConfig(name="full"))
-    assert plan.block_size is not None  # as for all engines of this process
+    assert args.block_size is not None  # as for all engines of this process
     start = functools.partial(
         Offline,
-        plan.model,
+        args.model,
         prompts=prompts,
-        chunk=plan.chunk,
-        batch=plan.batch,
-        block_size=plan.block_size,
-        engine_args=plan.engine_args,
+        chunk=args.chunk,
+        batch=args.batch,
+        block_size=args.block_size,
+        engine_args=args.engine_args,
     )
     return [
         Job(functools.partial(start, server, setting), setting, served, full if "full" in server.allowed else None)
         for setting in settings
-        for server, served in servers(wanted, max_len, plan.block_size)
+        for server, served in servers(wanted, max_len, args.block_size)
     ]
 
 
@@ -309,39 +314,39 @@ def _itself(sample: Sample) -> Sample:
     return sample
 
 
-def all_cases(plan: Plan, count: Callable[[str], int]) -> list[Case]:
+def all_cases(args: RunOptions, count: Callable[[str], int]) -> list[Case]:
     """Return every sample of every task. Reads external data, so that a wrong row is refused before anything runs."""
     found = []
-    for task in plan.tasks:
+    for task in args.tasks:
         name, _, source = task.partition("=")
         if source:
-            for sample in external.load(name, source, plan.limit, plan.seed):
+            for sample in external.load(name, source, args.limit, args.seed):
                 made = functools.partial(_itself, sample)
                 found.append(Case(sample.task, sample.length, None, sample.index, made, sample.sha256))
             continue
-        for haystack, length in itertools.product(plan.haystacks, plan.lengths):
-            found += _built_in(plan, name, haystack, length, count)
+        for haystack, length in itertools.product(args.haystacks, args.lengths):
+            found += _built_in(args, name, haystack, length, count)
     return found
 
 
-def _built_in(plan: Plan, name: str, haystack: str, length: int, count: Callable[[str], int]) -> Iterator[Case]:
+def _built_in(args: RunOptions, name: str, haystack: str, length: int, count: Callable[[str], int]) -> Iterator[Case]:
     """Yield the cases of one task, haystack and length."""
 
     def case(depth: float, index: int, later: tuple[float, ...] | None = None) -> Case:
         filler = _filler(haystack)
         maker = functools.partial(
-            make, name, length, depth, index, plan.seed, count, filler, later, haystack == "pairs"
+            make, name, length, depth, index, args.seed, count, filler, later, haystack == "pairs"
         )
         own = None if name == "ppl" else depth
         return Case(name, length, own, index, functools.cache(maker), later=later, haystack=haystack)
 
-    for depth in (0.0,) if name == "ppl" else plan.depths:
-        for index in range(plan.samples * (len(plan.depths) if name == "ppl" else 1)):
+    for depth in (0.0,) if name == "ppl" else args.depths:
+        for index in range(args.samples * (len(args.depths) if name == "ppl" else 1)):
             yield case(depth, index)
-    if "turns" in plan.settings and name in SEVERAL:
-        for first, index in itertools.product(range(len(plan.depths)), range(plan.samples)):
+    if "turns" in args.settings and name in SEVERAL:
+        for first, index in itertools.product(range(len(args.depths)), range(args.samples)):
             # Each turn asks for a fact at the next depth, so over all documents each turn has each depth.
-            depth, *later = (plan.depths[(first + turn) % len(plan.depths)] for turn in range(plan.turns))
+            depth, *later = (args.depths[(first + turn) % len(args.depths)] for turn in range(args.turns))
             yield case(depth, index, tuple(later))
 
 
@@ -350,7 +355,7 @@ def _filler(haystack: str) -> Filler:
     return HAYSTACKS[haystack]()
 
 
-def cells_of(plan: Plan, job: Job, cases: list[Case]) -> Iterator[Cell]:
+def cells_of(args: RunOptions, job: Job, cases: list[Case]) -> Iterator[Cell]:
     """Yield the cells of a job, with their keys."""
     for contender in job.contenders:
         for case in cases:
@@ -362,16 +367,16 @@ def cells_of(plan: Plan, job: Job, cases: list[Case]) -> Iterator[Cell]:
                 "length": case.length,
                 "depth": case.depth,
                 "index": case.index,
-                "seed": plan.seed,
+                "seed": args.seed,
                 "policy": contender.label,
-                "budget": contender.xargs.get("kv_budget") if plan.url else contender.budget,
+                "budget": contender.xargs.get("kv_budget") if args.url else contender.budget,
                 # Over HTTP the other options are the server's, and not known.
-                "policy_config": {"name": contender.config.name} if plan.url else contender.options,
-                "model": plan.model,
-                "backend": plan.backend,
-                "engine_args": {"url": plan.url} if plan.url else {"block_size": plan.block_size} | plan.engine_args,
-                "chat": plan.chat,
-                "chunk": plan.chunk if job.setting in ("agnostic", "turns") else None,
+                "policy_config": {"name": contender.config.name} if args.url else contender.options,
+                "model": args.model,
+                "backend": args.backend,
+                "engine_args": {"url": args.url} if args.url else {"block_size": args.block_size} | args.engine_args,
+                "chat": args.chat,
+                "chunk": args.chunk if job.setting in ("agnostic", "turns") else None,
                 "prompt": case.prompt,
             } | ({} if case.haystack == "grammar" else {"haystack": case.haystack})
             rows = [row]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
-from ..integration.show import GONE, HOST, Shown, Step
+from ..integration.show import GONE, HOST, Shown, ShownStep
 
 STYLE = (Path(__file__).parent / "show.css").read_text(encoding="utf-8")
 SCRIPT = (Path(__file__).parent / "show.js").read_text(encoding="utf-8")
@@ -69,7 +69,7 @@ def _data(shown: Shown) -> str:
     return json.dumps(known, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _moves(steps: list[Step]) -> Iterator[Counter[str]]:
+def _moves(steps: list[ShownStep]) -> Iterator[Counter[str]]:
     """Yield for each step how many blocks went where, over all KV groups; and blocks read, over all layers."""
     before: list[str] = []
     for step in steps:

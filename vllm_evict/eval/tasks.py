@@ -83,7 +83,7 @@ class Sample:
 
 
 @dataclass
-class Document:
+class Exercise:
     """Facts to hide, and for each question the fact that it is about (an index), its text and its answer."""
 
     facts: list[str]
@@ -114,76 +114,76 @@ def some(rng: np.random.Generator, n: int, turns: int) -> list[int]:
     return [(first + turn) % n for turn in range(turns)]
 
 
-def needles(rng: np.random.Generator, n: int = 1, turns: int = 1) -> Document:
+def needles(rng: np.random.Generator, n: int = 1, turns: int = 1) -> Exercise:
     keys, codes = draw(rng, KEYS, n), values(rng, n)
     facts = [f"the code of {k} is {v}." for k, v in zip(keys, codes, strict=True)]
-    return Document(facts, [(i, ask(keys[i]), codes[i]) for i in some(rng, n, turns)])
+    return Exercise(facts, [(i, ask(keys[i]), codes[i]) for i in some(rng, n, turns)])
 
 
-def key_value(rng: np.random.Generator, n: int = 8) -> Document:
+def key_value(rng: np.random.Generator, n: int = 8) -> Exercise:
     keys, codes = draw(rng, KEYS, n), values(rng, n)
     asked = int(rng.integers(n))
     pairs = ", ".join(f"{k} = {v}" for k, v in zip(keys, codes, strict=True))
-    return Document([pairs + "."], [(0, ask(keys[asked]), codes[asked])])
+    return Exercise([pairs + "."], [(0, ask(keys[asked]), codes[asked])])
 
 
-def two_stage(rng: np.random.Generator, n: int = 6, turns: int = 1) -> Document:
+def two_stage(rng: np.random.Generator, n: int = 6, turns: int = 1) -> Exercise:
     keys, codes = [int(k) for k in rng.permutation(len(NUMBERS))[:n]], values(rng, n)
     facts = [f"the code of {NUMBERS[k]} is {v}." for k, v in zip(keys, codes, strict=True)]
     questions = []
     for i in some(rng, n, turns):
         first = int(rng.integers(max(0, keys[i] - 9), min(9, keys[i]) + 1))
         questions.append((i, ask(f"{NUMBERS[first]} plus {NUMBERS[keys[i] - first]}"), codes[i]))
-    return Document(facts, questions)
+    return Exercise(facts, questions)
 
 
-def variables(rng: np.random.Generator, n: int = 3, turns: int = 1) -> Document:
+def variables(rng: np.random.Generator, n: int = 3, turns: int = 1) -> Exercise:
     names, codes = draw(rng, KEYS, 2 * n), values(rng, n)
     facts = []
     for k, alias, v in zip(names[:n], names[n:], codes, strict=True):
         facts += [f"the code of {k} is {v}.", f"the code of {alias} equals {k}."]
-    return Document(facts, [(2 * i, ask(names[n + i]), codes[i]) for i in some(rng, n, turns)])
+    return Exercise(facts, [(2 * i, ask(names[n + i]), codes[i]) for i in some(rng, n, turns)])
 
 
-def copying(rng: np.random.Generator, n: int = 2, length: int = 8) -> Document:
+def copying(rng: np.random.Generator, n: int = 2, length: int = 8) -> Exercise:
     keys = draw(rng, KEYS, n)
     lists = [" ".join(draw(rng, ITEMS, length)) for _ in keys]
     facts = [f"the list of {k} is {words}." for k, words in zip(keys, lists, strict=True)]
     asked = int(rng.integers(n))
-    return Document(facts, [(asked, ask(keys[asked], "list"), lists[asked])])
+    return Exercise(facts, [(asked, ask(keys[asked], "list"), lists[asked])])
 
 
-def chain(rng: np.random.Generator, n: int = 12) -> Document:
+def chain(rng: np.random.Generator, n: int = 12) -> Exercise:
     """n keys, each of which names the next: the answer is the walk from the first key to the last one."""
     keys, codes = draw(rng, KEYS, n), values(rng, n)
     links = [f"{k} is {v}" for k, v in zip(keys, codes, strict=True)]
     facts = [f"the code of {link}, recall {k}." for link, k in zip(links, keys[1:])] + [f"the code of {links[-1]}."]
     walks = [", recall ".join([codes[i], *links[i + 1 :]]) for i in range(n)]
-    return Document(facts, [(i, ask(keys[i]), walks[i]) for i in range(n)], metric="steps")
+    return Exercise(facts, [(i, ask(keys[i]), walks[i]) for i in range(n)], metric="steps")
 
 
-def counting(rng: np.random.Generator, n: int = 4, most: int = 5) -> Document:
+def counting(rng: np.random.Generator, n: int = 4, most: int = 5) -> Exercise:
     """n things, each of which is found 1 to `most` times: the answer is the number of times of one."""
     things, times = draw(rng, ITEMS, n), rng.integers(1, most + 1, size=n)
     found = np.repeat(things, times)
     facts = [f"{NAMES[who]} finds a {thing}." for who, thing in zip(rng.integers(len(NAMES), size=len(found)), found)]
     first = np.cumsum(times) - times
     asked = zip(first.tolist(), things, times, strict=True)
-    return Document(facts, [(i, f"how many times is a {thing} found?", NUMBERS[k]) for i, thing, k in asked])
+    return Exercise(facts, [(i, f"how many times is a {thing} found?", NUMBERS[k]) for i, thing, k in asked])
 
 
-def sorting(rng: np.random.Generator, n: int = 6) -> Document:
+def sorting(rng: np.random.Generator, n: int = 6) -> Exercise:
     """n keys with different small numbers: the answer is the numbers in ascending order."""
     keys, numbers = draw(rng, KEYS, n), rng.permutation(len(NUMBERS))[:n]
     facts = [f"the code of {k} is {NUMBERS[v]}." for k, v in zip(keys, numbers, strict=True)]
     answer = " ".join(NUMBERS[v] for v in sorted(numbers))
-    return Document(facts, [(0, "sort all codes.", answer)], metric="steps")
+    return Exercise(facts, [(0, "sort all codes.", answer)], metric="steps")
 
 
-def classes(rng: np.random.Generator, n: int = 4, shots: int = 4, pool: int = 8, size: int = 3) -> Document:
+def classes(rng: np.random.Generator, n: int = 4, shots: int = 4, pool: int = 8, size: int = 3) -> Exercise:
     """n labels with `shots` examples each: the answer is the label of a new example; each shot has one of its words."""
     labels, words = draw(rng, KEYS, n), draw(rng, ITEMS, n * pool)
-    document = Document([])
+    document = Exercise([])
     for i, label in enumerate(labels):
         own = words[i * pool : (i + 1) * pool]
         new, other = own[:size], own[size:]
@@ -194,15 +194,15 @@ def classes(rng: np.random.Generator, n: int = 4, shots: int = 4, pool: int = 8,
     return document
 
 
-def passages(rng: np.random.Generator, n: int = 4, length: int = 16) -> Document:
+def passages(rng: np.random.Generator, n: int = 4, length: int = 16) -> Exercise:
     """n passages of unrelated words, in the first half and again in the second: only the context predicts them."""
     facts = [" ".join(draw(rng, ITEMS, length)) + "." for _ in range(n)]
     first, again = rng.random(n) * 0.45, 0.55 + rng.random(n) * 0.45
-    return Document(facts * 2, depths=dict(enumerate(np.concatenate([first, again]).tolist())))
+    return Exercise(facts * 2, depths=dict(enumerate(np.concatenate([first, again]).tolist())))
 
 
 #: Task -> (maker, most tokens of its answer), with room for models that answer in a sentence.
-TASKS: dict[str, tuple[Callable[..., Document], int]] = {
+TASKS: dict[str, tuple[Callable[..., Exercise], int]] = {
     "niah": (needles, 16),
     "multikey": (lambda rng, turns=1: needles(rng, max(8, turns), turns), 16),
     "kv": (key_value, 16),
@@ -222,7 +222,7 @@ ALONE = ("niah", "kv", "ppl")
 MOST_TURNS = 16
 
 
-def paired(document: Document) -> Document:
+def paired(document: Exercise) -> Exercise:
     """Put two facts in each sentence: one of the first half with one of the second."""
     facts, half = document.facts, (len(document.facts) + 1) // 2
     both = itertools.zip_longest(facts[:half], facts[half:])

@@ -19,12 +19,12 @@ from tqdm import tqdm
 
 from ..config import KVPolicyConfig
 from . import EvalError
-from .audited import MEASURES, Audit, Engine, Server, auditing
+from .audited import MEASURES, Audit, AuditedEngine, AuditedServer, auditing
 from .backends import check_model, engine_config, versions
 from .policies import Contender, contenders, servers
 from .prompts import Prompts
 from .questions import Question, halves, load
-from .rows import Row, Rows, key_of
+from .rows import ResultRows, Row, key_of
 from .run import only_names
 from .search import CHAIN, Figure, chain, confirmed, most_measured, smallest
 
@@ -36,7 +36,7 @@ CONTROL, SEARCH, CONFIRM = "control", "search", "confirm"
 
 
 @dataclass(frozen=True)
-class Plan:
+class TuneOptions:
     """The options of a run; `cli.py` explains each."""
 
     prompts: Path
@@ -76,7 +76,7 @@ class Outcome:
 class Result:
     """A run: its rows, what was found of each policy, and the best of these; None if no budget met the target."""
 
-    plan: Plan
+    args: TuneOptions
     model: str
     target: float
     rows: list[Row]
@@ -87,7 +87,7 @@ class Result:
     def best(self) -> Outcome | None:
         """The least memory, of confirmed outcomes if there are any, else of those that more prompts may confirm; for a
         number of bytes the best answers."""
-        if self.plan.budget_bytes is not None:
+        if self.args.budget_bytes is not None:
             return next(each for each in self.outcomes if each.row["part"] == CONFIRM)
         met = [each for each in self.outcomes if each.row["part"] == CONFIRM and self.figure(each.row).n]
 
@@ -99,7 +99,7 @@ class Result:
 
     def figure(self, row: Row) -> Figure:
         """Return the scores of a row by the measure of the run."""
-        return figure_of(row, self.plan.measure)
+        return figure_of(row, self.args.measure)
 
 
 def figure_of(row: Row, measure: str) -> Figure:
@@ -108,72 +108,72 @@ def figure_of(row: Row, measure: str) -> Figure:
     return Figure(tuple(scores), sum(row["skipped"].values()))
 
 
-def run(plan: Plan, say: Callable[[str], None]) -> Result:
+def run(args: TuneOptions, say: Callable[[str], None]) -> Result:
     """Measure what is missing in the folder, and return what was found.
 
     Args:
-        plan: the options.
+        args: the options.
         say: prints a line for the user.
 
     Raises:
-        EvalError: the plan is wrong, or its target is above the control; what was measured is kept.
+        EvalError: the options are wrong, or their target is above the control; what was measured is kept.
     """
-    target = check(plan)
-    questions = load(plan.prompts, plan.max_tokens)
-    tuner = _served(plan, questions) if plan.url else _offline(plan, questions)
+    target = check(args)
+    questions = load(args.prompts, args.max_tokens)
+    tuner = _served(args, questions) if args.url else _offline(args, questions)
     try:
         return tuner.run(target, say)
     finally:
         tuner.close()
 
 
-def check(plan: Plan) -> float:
-    """Refuse a wrong plan before anything starts, and return the target.
+def check(args: TuneOptions) -> float:
+    """Refuse wrong options before anything starts, and return the target.
 
     Raises:
         EvalError: naming what is allowed.
     """
-    if plan.url is None and plan.model is None:
+    if args.url is None and args.model is None:
         raise EvalError("tune got neither --model nor --url; expected the model, or a server that audits all answers")
-    if plan.measure not in MEASURES:
-        raise EvalError(f"--measure got {plan.measure!r}; expected one of: {', '.join(MEASURES)}")
-    for option, value in (("--batch", plan.batch), ("--max-tokens", plan.max_tokens)):
+    if args.measure not in MEASURES:
+        raise EvalError(f"--measure got {args.measure!r}; expected one of: {', '.join(MEASURES)}")
+    for option, value in (("--batch", args.batch), ("--max-tokens", args.max_tokens)):
         if value < 1:
             raise EvalError(f"{option} got {value}; expected 1 or more")
-    if not plan.budgets or len({isinstance(budget, float) for budget in plan.budgets}) > 1:
+    if not args.budgets or len({isinstance(budget, float) for budget in args.budgets}) > 1:
         raise EvalError("--budgets got none, or both tokens and ratios; expected one or more of the same kind")
-    if plan.url:
-        only_names(plan.policies)
+    if args.url:
+        only_names(args.policies)
         for given, option, why in (
-            (plan.measure == "tokens", "--measure tokens", "its metrics do not tell tokens by answer"),
-            (plan.budget_bytes is not None, "--budget-bytes", "it does not tell the bytes of a token"),
-            (bool(plan.engine_args), "--engine-args", "they are the server's own"),
+            (args.measure == "tokens", "--measure tokens", "its metrics do not tell tokens by answer"),
+            (args.budget_bytes is not None, "--budget-bytes", "it does not tell the bytes of a token"),
+            (bool(args.engine_args), "--engine-args", "they are the server's own"),
         ):
             if given:
                 raise EvalError(f"a server got {option}; {why}: leave {option} out, or give --model without --url")
-    if plan.budget_bytes is not None and plan.target is not None:
+    if args.budget_bytes is not None and args.target is not None:
         raise EvalError(
             "--budget-bytes got a --target too; expected one: the best for so much memory, or the least for it"
         )
-    if plan.budget_bytes is not None and plan.budget_bytes < 1:
+    if args.budget_bytes is not None and args.budget_bytes < 1:
         raise EvalError(
-            f"--budget-bytes got {plan.budget_bytes}; expected 1 or more, the bytes of a request's KV cache"
+            f"--budget-bytes got {args.budget_bytes}; expected 1 or more, the bytes of a request's KV cache"
         )
-    if plan.target is not None and not 0 < plan.target < 1:
+    if args.target is not None and not 0 < args.target < 1:
         raise EvalError(
-            f"--target got {plan.target:g}; expected a share above 0 and below 1, which prompts can confirm"
+            f"--target got {args.target:g}; expected a share above 0 and below 1, which prompts can confirm"
         )
-    return TARGET if plan.target is None else plan.target
+    return TARGET if args.target is None else args.target
 
 
-def wanted(plan: Plan, budgets: Sequence[int | float]) -> dict[str, list[Contender]]:
+def wanted(args: TuneOptions, budgets: Sequence[int | float]) -> dict[str, list[Contender]]:
     """Return label -> contenders, smallest budget first; without `full`, the control.
 
     Raises:
         EvalError: no policy is left, or two have one label.
     """
     found: dict[str, list[Contender]] = {}
-    for each in contenders(plan.policies, sorted(set(budgets))):
+    for each in contenders(args.policies, sorted(set(budgets))):
         if each.config.name == "full":
             continue
         own = found.setdefault(each.label, [])
@@ -188,10 +188,10 @@ def wanted(plan: Plan, budgets: Sequence[int | float]) -> dict[str, list[Contend
 
 
 class Tuner:
-    """Runs one plan.
+    """Runs one args.
 
     Args:
-        plan: the options.
+        args: the options.
         model: name in the rows.
         questions: the prompts.
         policies: label -> contenders.
@@ -200,34 +200,34 @@ class Tuner:
 
     def __init__(
         self,
-        plan: Plan,
+        args: TuneOptions,
         model: str,
         questions: list[Question],
         policies: dict[str, list[Contender]],
-        starts: list[tuple[Callable[[], Engine | Server], set[str]]],
+        starts: list[tuple[Callable[[], AuditedEngine | AuditedServer], set[str]]],
     ):
-        self.plan, self.model, self.policies, self._starts = plan, model, policies, starts
+        self.args, self.model, self.policies, self._starts = args, model, policies, starts
         search, confirm = halves(questions)
         self.parts = {CONTROL: questions, SEARCH: search, CONFIRM: confirm}
         prompts = hashlib.sha256("".join(sorted(each.sha256 for each in questions)).encode()).hexdigest()
         #: What all rows of a folder have in common.
         self._same = {
             "prompts": prompts,
-            "chat": plan.chat,
-            "engine_args": plan.engine_args,
-            "url": plan.url,
-            "batch": plan.batch,
-            "versions": {} if plan.url else versions(),
+            "chat": args.chat,
+            "engine_args": args.engine_args,
+            "url": args.url,
+            "batch": args.batch,
+            "versions": {} if args.url else versions(),
         }
-        self.rows = Rows(plan.out, model, FILE)
+        self.rows = ResultRows(args.out, model, FILE)
         for row in self.rows.rows:
             if others := [name for name, value in self._same.items() if row["same"].get(name) != value]:
                 raise EvalError(
                     f"{self.rows.path} was measured with other {', '.join(others)}; expected the same, to go on there: "
                     "give them, or another --out"
                 )
-        self._backend: Engine | Server | None = None
-        self._running: Callable[[], Engine | Server] | None = None
+        self._backend: AuditedEngine | AuditedServer | None = None
+        self._running: Callable[[], AuditedEngine | AuditedServer] | None = None
         self._bar: Any = None
 
     def close(self) -> None:
@@ -236,7 +236,7 @@ class Tuner:
             self._backend.close()
         self._backend = self._running = None
 
-    def backend(self, label: str) -> Engine | Server:
+    def backend(self, label: str) -> AuditedEngine | AuditedServer:
         """Return the backend that serves a policy, started if it is not running."""
         start = next(start for start, labels in self._starts if label in labels)
         if start is not self._running or self._backend is None:
@@ -246,7 +246,7 @@ class Tuner:
 
     def measure(self, contender: Contender, part: str) -> Row:
         """Return the row of a contender on a part of the prompts; measure it if it is not there."""
-        plan, questions = self.plan, self.parts[part]
+        args, questions = self.args, self.parts[part]
         row = {
             "task": "tune",
             "model": self.model,
@@ -256,9 +256,9 @@ class Tuner:
             "part": part,
             "setting": part,
             "prompt": self._same["prompts"],
-            "chat": plan.chat,
-            "engine_args": plan.engine_args,
-            "backend": plan.url or "offline",
+            "chat": args.chat,
+            "engine_args": args.engine_args,
+            "backend": args.url or "offline",
         }
         row["key"] = key = key_of(row)
         if (known := next((each for each in self.rows.rows if each["key"] == key), None)) is not None:
@@ -275,8 +275,8 @@ class Tuner:
 
     def run(self, target: float, say: Callable[[str], None]) -> Result:
         """Run the control, then each policy."""
-        plan = self.plan
-        if plan.budget_bytes is None and not self._enough(target):
+        args = self.args
+        if args.budget_bytes is None and not self._enough(target):
             needed = 2 * (Figure((1.0,)).needed(target) or 0)
             say(
                 f"{len(self.parts[CONTROL])} prompts are too few to confirm {target:g}, even if no answer of a half "
@@ -286,31 +286,31 @@ class Tuner:
             say(f"{self.rows.path}: {len(self.rows.rows)} cells are there already")
         with tqdm(unit="prompt", disable=None) as self._bar:
             self._bar.total = len(self.parts[CONTROL])
-            if plan.budget_bytes is not None:
-                self._tokens_of(FULL.label, plan.budget_bytes)  # refused before anything runs
+            if args.budget_bytes is not None:
+                self._tokens_of(FULL.label, args.budget_bytes)  # refused before anything runs
             control = self.measure(FULL, CONTROL)
             self._check_control(control, target)
-            outcomes = self._for_bytes(plan.budget_bytes) if plan.budget_bytes is not None else self._all(target)
+            outcomes = self._for_bytes(args.budget_bytes) if args.budget_bytes is not None else self._all(target)
             self._bar.total = self._bar.n
         # The folder may have rows of policies that had the same names.
         options = {label: tried[0].options for label, tried in self.policies.items()} | {FULL.label: FULL.options}
         rows = [row for row in self.rows.rows if options.get(row["policy"]) == row["policy_config"]]
-        return Result(plan, self.model, target, rows, control, outcomes)
+        return Result(args, self.model, target, rows, control, outcomes)
 
     def _enough(self, target: float) -> bool:
         """Return whether one half of the prompts could confirm the target."""
         return Figure((1.0,) * len(self.parts[CONFIRM])).confirms(target)
 
     def _check_control(self, control: Row, target: float) -> None:
-        figure = figure_of(control, self.plan.measure)
+        figure = figure_of(control, self.args.measure)
         if not figure.n:
             why = ", ".join(f"{why} {count}" for why, count in control["skipped"].items())
             raise EvalError(f"no answer under full attention could be audited ({why or 'all lost blocks'})")
-        if self.plan.budget_bytes is None and figure.share < target:
+        if self.args.budget_bytes is None and figure.share < target:
             low, high = figure.interval
             raise EvalError(
                 f"--target got {target:g}; expected at most {figure.share:.3f}, the control: of {figure.n} answers "
-                f"under full attention so many are {self.plan.measure} ({low:.3f} to {high:.3f}), by rounding alone. "
+                f"under full attention so many are {self.args.measure} ({low:.3f} to {high:.3f}), by rounding alone. "
                 "Take a lower target, or another --measure"
             )
 
@@ -329,7 +329,7 @@ class Tuner:
 
     def _policy(self, tried: list[Contender], target: float) -> Outcome:
         """Search the budgets of a policy, and confirm what is found."""
-        measure = self.plan.measure
+        measure = self.args.measure
 
         def figure(index: int, part: str) -> Figure:
             return figure_of(self.measure(tried[index], part), measure)
@@ -352,11 +352,11 @@ class Tuner:
         """Return each policy at a budget of so many bytes on the half that is searched; the best on the other half."""
         searched = {}
         for label in self.policies:
-            (contender,) = wanted(self.plan, [self._tokens_of(label, size)])[label]
+            (contender,) = wanted(self.args, [self._tokens_of(label, size)])[label]
             searched[label] = Outcome(contender, self.measure(contender, SEARCH), False)
         best = max(
             searched.values(),
-            key=lambda each: (figure_of(each.row, self.plan.measure).share, -each.row["memory"]),
+            key=lambda each: (figure_of(each.row, self.args.measure).share, -each.row["memory"]),
         )
         row = self.measure(best.contender, CONFIRM)
         return [Outcome(best.contender, row, False) if each is best else each for each in searched.values()]
@@ -364,7 +364,7 @@ class Tuner:
     def _tokens_of(self, label: str, size: int) -> int:
         """Return the budget in tokens, whole blocks of a policy's engine, that takes so many bytes."""
         backend = self.backend(label)
-        assert isinstance(backend, Engine)
+        assert isinstance(backend, AuditedEngine)
         block = backend.about["engine"]["block_size"]
         tokens = int(size / backend.bytes_per_token) // block * block
         if not tokens:
@@ -373,25 +373,25 @@ class Tuner:
         return tokens
 
 
-def _served(plan: Plan, questions: list[Question]) -> Tuner:
-    """Return what runs a plan on a server."""
-    policies = wanted(plan, plan.budgets)
+def _served(args: TuneOptions, questions: list[Question]) -> Tuner:
+    """Return what tunes on a server."""
+    policies = wanted(args, args.budgets)
     every = [each for tried in policies.values() for each in tried]
-    assert plan.url is not None
-    server = Server(plan.url, plan.model, every, batch=plan.batch, chat=plan.chat)
+    assert args.url is not None
+    server = AuditedServer(args.url, args.model, every, batch=args.batch, chat=args.chat)
     # What the server grants to no request of a policy is refused here, before hours of others.
     longest = max(questions, key=lambda each: len(str(each.prompt)))
     for tried in policies.values():
         server.ask(tried[-1], [replace(longest, max_tokens=1)], "first", lambda done: None)
-    return Tuner(plan, server.model, questions, policies, [(lambda: server, {"full", *policies})])
+    return Tuner(args, server.model, questions, policies, [(lambda: server, {"full", *policies})])
 
 
-def _offline(plan: Plan, questions: list[Question]) -> Tuner:
-    """Return what runs a plan in engines of this process, as few as serve all policies."""
-    assert plan.model is not None
-    check_model(plan.model)
-    prompts = Prompts(plan.engine_args.get("tokenizer") or plan.model, plan.chat)
-    config = engine_config(plan.model, plan.engine_args)
+def _offline(args: TuneOptions, questions: list[Question]) -> Tuner:
+    """Return what tunes in engines of this process, as few as serve all policies."""
+    assert args.model is not None
+    check_model(args.model)
+    prompts = Prompts(args.engine_args.get("tokenizer") or args.model, args.chat)
+    config = engine_config(args.model, args.engine_args)
     longest = config.model_config.max_model_len
     for each in questions:
         try:
@@ -403,23 +403,23 @@ def _offline(plan: Plan, questions: list[Question]) -> Tuner:
                 f"{each.place}: prompt and answer are {tokens} + {each.max_tokens} tokens, the model has {longest}: "
                 "leave the row out, or give fewer --max-tokens, or a larger max_model_len in --engine-args"
             )
-    policies = wanted(plan, plan.budgets if plan.budget_bytes is None else [longest])
+    policies = wanted(args, args.budgets if args.budget_bytes is None else [longest])
     block_size = config.cache_config.block_size
     # What a policy sees of a prompt depends on its chunks, which are to be those of a server.
     chunks = {"max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens}
     # Requests of one server have other budgets than its own, as far as that goes.
     largest = [FULL, *(tried[-1] for tried in policies.values())]
     start = functools.partial(
-        Engine,
-        plan.model,
+        AuditedEngine,
+        args.model,
         prompts=prompts,
-        batch=plan.batch,
+        batch=args.batch,
         block_size=block_size,
-        engine_args=chunks | plan.engine_args,
+        engine_args=chunks | args.engine_args,
     )
     starts = []
     for server, served in servers(largest, longest, block_size):
         server = auditing(server)
-        engine_config(plan.model, plan.engine_args | {"kv_policy": server.to_dict()})  # refused before any of them runs
+        engine_config(args.model, args.engine_args | {"kv_policy": server.to_dict()})  # refused before any of them runs
         starts.append((functools.partial(start, server), {each.label for each in served}))
-    return Tuner(plan, plan.model, questions, policies, sorted(starts, key=lambda each: "full" not in each[1]))
+    return Tuner(args, args.model, questions, policies, sorted(starts, key=lambda each: "full" not in each[1]))

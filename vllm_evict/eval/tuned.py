@@ -42,7 +42,7 @@ def write(result: Result, console: Console) -> list[Path]:
     Returns:
         The written files.
     """
-    out, lines = result.plan.out, list(verdict(result))
+    out, lines = result.args.out, list(verdict(result))
     picture = draw(result, out / "tune.png")
     files = {
         "tune.json": json.dumps(summary(result), indent=1, ensure_ascii=False) + "\n",
@@ -62,7 +62,7 @@ def flag(result: Result, outcome: Outcome) -> str:
     plain = KVPolicyConfig.parse({"name": config.name, "budget": config.budget}).to_dict()
     fields = {k: v for k, v in config.to_dict().items() if k in config.given and k != "allow" and v != plain.get(k)}
     fields = {"name": config.name, "budget": config.budget, **fields, "audit": AUDIT}
-    if result.plan.budget_bytes is None and result.plan.measure == "identical":
+    if result.args.budget_bytes is None and result.args.measure == "identical":
         fields["target"] = result.target
     return f"--kv-policy {shlex.quote(json.dumps(fields))}"
 
@@ -78,22 +78,22 @@ def verdict(result: Result) -> Iterator[str]:
         return
     row = best.row
     said = f"{best.contender} ({row['memory']:.0%} of the cache): {_counted(result, row)}"
-    if result.plan.budget_bytes is not None:
-        yield f"The best with {result.plan.budget_bytes:,} bytes a request is {said}. Serve it with"
+    if result.args.budget_bytes is not None:
+        yield f"The best with {result.args.budget_bytes:,} bytes a request is {said}. Serve it with"
     elif best.confirmed:
         yield f"{said}, so {target} is confirmed. Serve it with"
     else:
         yield f"{said}: {words(result, best)}. To serve it all the same,"
     yield f"  {flag(result, best)}"
-    if result.plan.url:
+    if result.args.url:
         yield "and the other fields of your server's policy, which requests had here too."
 
 
 def words(result: Result, outcome: Outcome) -> str:
     """Return what became of a policy."""
     if outcome.row["part"] == SEARCH:
-        return "" if result.plan.budget_bytes is not None else f"below {result.target:g} at each budget"
-    if result.plan.budget_bytes is not None:
+        return "" if result.args.budget_bytes is not None else f"below {result.target:g} at each budget"
+    if result.args.budget_bytes is not None:
         return "the best"
     if outcome.confirmed:
         return "confirmed"
@@ -115,8 +115,8 @@ def _counted(result: Result, row: Row) -> str:
     if not counted.n:
         return nothing(counted)
     low, high = counted.interval
-    said = f"{sum(counted.scores):.0f} of {counted.n} answers of the confirming half are {result.plan.measure}"
-    if result.plan.measure == "tokens":
+    said = f"{sum(counted.scores):.0f} of {counted.n} answers of the confirming half are {result.args.measure}"
+    if result.args.measure == "tokens":
         said = f"{counted.share:.1%} of the tokens of {counted.n} answers of the confirming half agree"
     return f"{said} ({low:.3f} to {high:.3f})"
 
@@ -178,7 +178,7 @@ def draw(result: Result, path: Path) -> Path:
     low, high = result.figure(result.control).interval
     axis.axhspan(low, high, color="black", alpha=0.08, lw=0, label="control, 95 %")
     mark(result.control, color="black", marker="*", ms=12, label="full: the control")
-    if result.plan.budget_bytes is None:
+    if result.args.budget_bytes is None:
         axis.axhline(result.target, color="grey", ls="--", lw=1, label=f"target {result.target:g}")
     for number, outcome in enumerate(result.outcomes):
         label, colour = outcome.contender.label, f"C{number % 10}"
@@ -195,7 +195,7 @@ def draw(result: Result, path: Path) -> Path:
     for each in (axis.xaxis, axis.yaxis):
         each.set_major_formatter(lambda value, _: f"{value:.0%}")
     axis.set_xlabel("share of the cache that a request keeps")
-    axis.set_ylabel("tokens that agree" if result.plan.measure == "tokens" else f"{result.plan.measure} answers")
+    axis.set_ylabel("tokens that agree" if result.args.measure == "tokens" else f"{result.args.measure} answers")
     axis.grid(alpha=0.25)
     made.legend(*axis.get_legend_handles_labels(), fontsize=8, frameon=False, loc="outside upper center", ncols=3)
     made.savefig(path, dpi=120, bbox_inches="tight", facecolor="white")
@@ -213,13 +213,13 @@ def summary(result: Result) -> dict[str, Any]:
         share = {"answers": counted.n, "share": counted.share, "low": low, "high": high}
         return {name: row[name] for name in kept} | share
 
-    best, plan = result.best, result.plan
+    best, args = result.best, result.args
     return {
         "model": result.model,
-        "prompts": str(plan.prompts),
-        "measure": plan.measure,
-        "target": None if plan.budget_bytes is not None else result.target,
-        "budget_bytes": plan.budget_bytes,
+        "prompts": str(args.prompts),
+        "measure": args.measure,
+        "target": None if args.budget_bytes is not None else result.target,
+        "budget_bytes": args.budget_bytes,
         "control": of_row(result.control),
         "policies": [
             of_row(each.row) | {"confirmed": each.confirmed, "needed_prompts": each.needed, "flag": flag(result, each)}
@@ -235,8 +235,8 @@ def page(result: Result, lines: list[str], picture: Path) -> str:
     """Return the page of a run."""
     title = f"KV budgets for {result.model}"
     shown, about = cells(result), result.control
-    body = [f"<h1>{html.escape(title)}</h1><p>{html.escape(str(result.plan.prompts))}, {about['asked']} prompts. "]
-    body.append(f"Measured: {html.escape(result.plan.measure)}, {html.escape(MEASURES[result.plan.measure])}.</p>")
+    body = [f"<h1>{html.escape(title)}</h1><p>{html.escape(str(result.args.prompts))}, {about['asked']} prompts. "]
+    body.append(f"Measured: {html.escape(result.args.measure)}, {html.escape(MEASURES[result.args.measure])}.</p>")
     for line in lines:
         text = html.escape(line.strip())
         body.append(f"<pre><code>{text}</code></pre>" if line.startswith(" ") else f"<p><b>{text}</b></p>")

@@ -24,7 +24,7 @@ from .passkeys import Document
 NAME = "vllm_evict_heads"
 
 
-class Heads(Protocol):
+class HeadAttention(Protocol):
     """Attention of all layers."""
 
     def attend(
@@ -50,7 +50,7 @@ def per_query_head(x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
 
 
 def full(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal attention. Shapes are those of `Heads.attend`."""
+    """Causal attention. Shapes are those of `HeadAttention.attend`."""
     key, value = per_query_head(key, query), per_query_head(value, query)
     return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
 
@@ -64,7 +64,7 @@ def visible(queries: torch.Tensor, keys: torch.Tensor, sink: int, recent: int) -
 def streaming(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, sink: int, recent: int
 ) -> torch.Tensor:
-    """Attend to sinks and recent tokens, in time linear in tokens. Shapes are those of `Heads.attend`."""
+    """Attend to sinks and recent tokens, in time linear in tokens. Shapes are those of `HeadAttention.attend`."""
     key, value = per_query_head(key, query), per_query_head(value, query)
     tokens, chunk, out = query.shape[2], max(256, recent), []
     positions = torch.arange(tokens, device=query.device)
@@ -147,7 +147,7 @@ class MassHeads:
         return full(query, key, value, scale)
 
 
-def _forward(module, query, key, value, attention_mask, scaling=None, heads: Heads | None = None, **kwargs):
+def _forward(module, query, key, value, attention_mask, scaling=None, heads: HeadAttention | None = None, **kwargs):
     if heads is None or attention_mask is not None or kwargs.get("sliding_window") is not None:
         raise HeadsError(f"{type(module).__name__} is not plain causal attention; expected that in every layer")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -211,7 +211,7 @@ def read_config(path: str | Path) -> Any:
         raise HeadsError(f"no model at {path}: {' '.join(str(error).split())}") from None
 
 
-def hidden_states(model: Any, document: Document, heads: Heads) -> torch.Tensor:
+def hidden_states(model: Any, document: Document, heads: HeadAttention) -> torch.Tensor:
     """Return the last hidden states of the positions that predict answers: float32 [n, hidden]."""
     ids = torch.from_numpy(document.ids)[None].to(model.device)
     hidden = model.base_model(input_ids=ids, use_cache=False, heads=heads).last_hidden_state
@@ -234,7 +234,7 @@ def recomputed(model: Any) -> Iterator[None]:
 
 
 @torch.inference_mode()
-def answers_right(model: Any, documents: Iterable[Document], heads: Heads) -> list[bool]:
+def answers_right(model: Any, documents: Iterable[Document], heads: HeadAttention) -> list[bool]:
     """Return for each document whether the model answers all its questions without an error.
 
     One pass over the right answers is enough: under greedy decoding the model generates an answer if and only if it

@@ -19,7 +19,7 @@ from .engine.view import EngineView
 from .start import attending
 
 R = TypeVar("R")
-#: Fates of a block in `Step.fates`. A kept block with an importance has a digit, from 0 for the least important.
+#: Fates of a block in `ShownStep.fates`. A kept block with an importance has a digit, from 0 for the least important.
 KEPT, GONE, HOST = "k", ".", "h"
 
 
@@ -30,7 +30,7 @@ class HeadSet(NamedTuple):
         name: layer and KV heads, for people.
         heads: their number, over all layers of the part.
         group: index of their KV group.
-        layer: index of the layer in `Step.reads`; None: its reads are not recorded.
+        layer: index of the layer in `ShownStep.reads`; None: its reads are not recorded.
     """
 
     name: str
@@ -39,7 +39,7 @@ class HeadSet(NamedTuple):
     layer: int | None = None
 
 
-class Step(NamedTuple):
+class ShownStep(NamedTuple):
     """A step after which blocks were elsewhere than before, or a decode that read some of the host.
 
     Attributes:
@@ -68,7 +68,7 @@ class Shown(NamedTuple):
     prompt: list[str]
     answer: list[str]
     full: list[str]
-    steps: list[Step]
+    steps: list[ShownStep]
     block_size: int
     parts: Sequence[HeadSet] = (HeadSet("all layers and heads", 1, 0),)
 
@@ -93,7 +93,7 @@ class Recorder(Mechanism):
     def __init__(self, scheduler: EngineView) -> None:
         super().__init__(scheduler)
         self._scheduler = scheduler
-        self.steps: list[Step] = []
+        self.steps: list[ShownStep] = []
         self.reads: dict[int, list[int]] = {}
         #: KV group -> block -> importance by the last decision, 0 to 9.
         self._importance: dict[int, dict[int, int]] = {}
@@ -126,7 +126,7 @@ class Recorder(Mechanism):
             before = self.steps[-1].fates if self.steps else [""] * len(fates)
             if reads or any(_moved(*each) for each in zip(before, fates)):
                 layers = [reads.get(layer, []) for layer in range(max(reads, default=-1) + 1)]
-                self.steps.append(Step(computed, fates, layers))
+                self.steps.append(ShownStep(computed, fates, layers))
 
     def _fates(self, group: int, blocks: RequestBlocks, tokens: int) -> str:
         """Return the fates of the blocks of so many tokens."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_evict.core.plan import RoomOf, Rows
+from vllm_evict.core.plan import RoomOf, ScoredRows
 
 from .program import STOP, VOCABULARY
 
@@ -131,7 +131,9 @@ class Counts:
             setattr(self, name, getattr(self, name) + value)
 
 
-def scored(rows: dict[str, Row], starts: dict[str, int], asked: dict[str, Rows], counts: Counts) -> dict[str, Any]:
+def scored(
+    rows: dict[str, Row], starts: dict[str, int], asked: dict[str, ScoredRows], counts: Counts
+) -> dict[str, Any]:
     """Scores of rows of a step, which have to be rows of requests with nothing missing, before their own tokens.
 
     Args:

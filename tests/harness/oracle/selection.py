@@ -9,7 +9,9 @@ from engine import logprobs_of
 #: Tokens of a block.
 BLOCK = 32
 #: Tokens of a prompt that choose together.
-TILE = 64
+TILE = 32
+#: Of so many queries or more, shares count what the tile itself has; by signs a block's best token stands for it.
+MANY = 16
 
 
 class Chooser:
@@ -105,7 +107,7 @@ class Chooser:
                     own = list(range(begin // self.size + 1))
                     if layer in self.leads:
                         some = queries[begin - first : end - first]
-                        shares[rank, begin] = self.shares(some, keys, own, heads.tolist())
+                        shares[rank, begin] = self.shares(some, keys[:end], own, heads.tolist())
                     last = len(own) - self.recent
                     count = self.of_prompts - self.sinks - (math.ceil(end / self.size) - last)
                     order = sorted(range(self.sinks, last), key=lambda block: -shares[rank, begin][block])
@@ -184,18 +186,25 @@ class Chooser:
 
     def shares(self, queries, keys, resident, heads):
         """The share of attention that some heads of a query may pay to each full block, summed up; the largest one."""
-        group = self.model.heads // self.model.kv_heads
+        group, many = self.model.heads // self.model.kv_heads, len(queries) >= MANY
         full, shares = resident[:-1], torch.zeros(len(queries), len(resident) - 1, dtype=torch.float64)
         for h in heads:
             bounds = []
             for block in full:
                 of_block = keys[block * self.size : (block + 1) * self.size, h // group].double()
                 q = queries[:, h].double() * self.scale
-                if self.index == "signs":
+                if many and self.index == "signs":
+                    step = (queries[:, h] * self.scale).abs().amax(1, keepdim=True).double() / 127
+                    bounds.append(((q / step).round() * step @ _of_signs(of_block).T).amax(1))
+                elif self.index == "signs":
                     bounds.append(torch.logsumexp(q @ _of_signs(of_block).T, 1))
                 else:
                     bounds.append(torch.maximum(q * of_block.amax(0), q * of_block.amin(0)).sum(1))
-            shares += torch.stack(bounds, 1).softmax(1)
+            if many:  # all tokens after the full blocks, up to each query
+                own = (queries[:, h] * self.scale).double() @ keys[len(full) * self.size :, h // group].double().T
+                hidden = torch.ones(own.shape).triu(own.shape[1] - len(own) + 1).bool()
+                bounds.append(own.masked_fill(hidden, -math.inf).logsumexp(1))
+            shares += torch.stack(bounds, 1).softmax(1)[:, : len(full)]
         return shares.amax(0)
 
 

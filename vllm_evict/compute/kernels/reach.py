@@ -10,7 +10,7 @@ import torch
 
 from .bounds import bound_scores
 from .mass import _C_cpu
-from .signs import sign_scores
+from .signs import TILE_DIMS, TILE_QUERIES, sign_scores, tile_scores
 
 #: Bytes of a device's scratch for logarithms, or more if four rows need more: it bounds the rows of one launch.
 SCRATCH = 64 << 20
@@ -97,7 +97,8 @@ def reach(
             and those that `fetch` cut, as others were read in their place.
         cache, host: [blocks, ...], pages of the layer in the pool and on the host.
         table: int32 [R', W'], block table of the layer; its rows get what is read.
-        scale, soft_cap, sinks: of the layer's attention (see `logits`); sinks are float32 [H].
+        scale, soft_cap, sinks: of the layer's attention (see `logits`); sinks are float32 [H], or on the CPU [T, H]: of
+            each query the logit of all that it attends to beside the blocks that are scored.
         step: number of the step, above those before.
         fetch: most blocks that come into a row's room; 0: any number.
         leads: whether the layer scores blocks itself.
@@ -148,9 +149,17 @@ def reach_reference(
         if chooses:
             if leads:
                 own = index[torch.where(on_host[:full] >= 0, rows.pool + on_host[:full], written[:full]).long()]
-                score = sign_scores if index.dtype == torch.int16 else bound_scores
-                of_each = [score(one, own, scale, soft_cap, sinks) for one in query[token : token + count]]
-                scores[slot, :full] = torch.stack(of_each).amax(0)
+                queries, signs = query[token : token + count], index.dtype == torch.int16
+                its = None if sinks is None else sinks.expand(len(query), -1)[token : token + count]
+                if signs and count >= TILE_QUERIES and query.shape[2] <= TILE_DIMS:
+                    scores[slot, :full] = tile_scores(queries, own, scale, soft_cap, its)
+                else:
+                    score = sign_scores if signs else bound_scores
+                    of_each = [
+                        score(one, own, scale, soft_cap, None if its is None else its[i])
+                        for i, one in enumerate(queries)
+                    ]
+                    scores[slot, :full] = torch.stack(of_each).amax(0)
             order = scores[slot, first:end].sort(descending=True, stable=True).indices + first
             absent = (on_host[order] >= 0) & ~torch.isin(order, held[slot, :room].long())
             over = absent & (absent.cumsum(0) > fetch) if fetch else torch.zeros_like(absent)

@@ -1,8 +1,8 @@
-"""Signs of a block's keys, and the attention that they let it draw.
+"""An index of a block's keys by signs, and the attention that the block may draw by this index.
 
-A key is taken for its block's centre plus a step in the direction of the signs of what is left, as long as that is on
-average. So a token takes a bit for each dimension and one scale. Such indexes are those of Self-Indexing KVCache
-(arXiv:2603.14224), which centres keys otherwise and quantises their magnitudes too.
+The index takes a key for its block's centre plus, in each dimension, the sign of the difference times the mean size of
+the key's differences. So a token takes a bit for each dimension and one scale. Self-Indexing KVCache (arXiv:2603.14224)
+has such indexes; it centres keys otherwise and quantises their magnitudes too.
 """
 
 import torch
@@ -11,6 +11,10 @@ from .logits import probabilities, soft_capped
 
 #: Tokens whose signs of one dimension are one word.
 WORD = 16
+#: Queries of a row from which on it is a tile (`tile_scores`), and most dimensions of one.
+TILE_QUERIES, TILE_DIMS = 16, 512
+#: Steps each way that queries of tiles are rounded to.
+STEPS = 127
 
 
 def key_signs(keys: torch.Tensor) -> torch.Tensor:
@@ -69,3 +73,28 @@ def sign_scores(
     logits = soft_capped(torch.einsum("hgd,nhtd->hgnt", heads, keys), soft_cap)
     own = None if sinks is None else sinks.view(*heads.shape[:2], 1)
     return probabilities(logits.flatten(2), own).unflatten(2, logits.shape[2:]).sum((0, 1, 3))
+
+
+def tile_scores(
+    query: torch.Tensor,
+    signs: torch.Tensor,
+    scale: float,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the most attention that one of many queries may pay to each block, summed up over heads: float32 [n].
+
+    Here a block draws what its best token may, and queries are rounded, so that kernels multiply bytes.
+
+    Args:
+        query: [T, H, D].
+        signs: int16 [n, Hkv, X] of `key_signs`.
+        scale, soft_cap, sinks: as for `sign_scores`, but sinks are [T, H].
+    """
+    keys = signed_keys(signs, query.shape[2])
+    heads = query.float().unflatten(1, (keys.shape[1], -1)) * scale  # [T, Hkv, G, D]
+    largest = heads.abs().amax(-1, keepdim=True)
+    rounded = (heads * (STEPS / largest)).nan_to_num().round() * (largest / STEPS)
+    logits = soft_capped(torch.einsum("qhgd,nhtd->qhgnt", rounded, keys).amax(-1), soft_cap)
+    own = None if sinks is None else sinks.view(*heads.shape[:3], 1)
+    return probabilities(logits, own).sum((1, 2)).amax(0)

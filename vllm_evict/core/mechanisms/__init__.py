@@ -6,10 +6,19 @@ from .context import Context
 from .pressure import Pressure
 from .profiles import Profiles
 from .prompts import WholePrompts
-from .reach import Reach
 from .shared import SharedBudget
+from .staging import Staging
 
 __all__ = [
-    "Budget", "Context", "Group", "Mechanism", "Pressure", "Profiles", "Reach", "SchedulerView", "SharedBudget",
-    "Step", "WholePrompts",
+    "Budget",
+    "Context",
+    "Group",
+    "Mechanism",
+    "Pressure",
+    "Profiles",
+    "SchedulerView",
+    "SharedBudget",
+    "Staging",
+    "Step",
+    "WholePrompts",
 ]  # fmt: skip

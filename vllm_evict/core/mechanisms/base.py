@@ -153,6 +153,11 @@ class Mechanism(ABC):
         """Words of the start-up line about the mechanism; "" for none."""
         return ""
 
+    @property
+    def lent(self) -> int:
+        """Blocks that the mechanism holds, and gives back as soon as requests need them."""
+        return 0
+
     def before_schedule(self) -> None:  # noqa: B027 - hooks are optional
         """Prepare for the step that vLLM is about to schedule."""
 
@@ -174,6 +179,9 @@ class Mechanism(ABC):
 
     def on_scheduled(self, plan: EvictionPlan, tokens: Mapping[str, int]) -> None:  # noqa: B027
         """Note the tokens (request -> number) of a step, before requests over their trigger are taken."""
+
+    def before_metadata(self, tokens: Mapping[str, int]) -> None:  # noqa: B027
+        """Note that vLLM's KV connector is about to plan a step: request -> the tokens that it computes."""
 
     def plan(self, plan: EvictionPlan, step: Step) -> None:  # noqa: B027
         """Add the requests to decide on after the step, and the reports that their decisions need."""

@@ -12,7 +12,7 @@ from ..actions import Action, losing, room_to_come
 from ..plan import EvictionPlan, Report, Reports
 from ..residence import NO_BLOCKS
 from .base import Group, Mechanism, SchedulerView, Step, settled
-from .reach import Reach
+from .staging import Staging
 
 #: What `RequestBlocks.offer` returns.
 Offer = tuple[np.ndarray, np.ndarray, int]
@@ -189,7 +189,7 @@ class Pressure(Mechanism):
             return NO_BLOCKS, np.empty(0), 0
         offered, cost, spare = blocks.offer(settled(request), blocks.of(Offered).report, unscored=unscored)
         if blocks.config.reaches:
-            spare = self.view.part(Reach).movable(request, spare)
+            spare = self.view.part(Staging).movable(request, spare)
         if blocks.config.reaches and not blocks.residence.host:
             # Decodes of a request read less from its first block on the host on. So few requests give many blocks: one
             # gives all before the next one gives any.

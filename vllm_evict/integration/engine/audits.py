@@ -24,7 +24,7 @@ from ...core.actions import Action
 from ...core.audit import CONTROL, Verdict, kept_label, missed_mass, wilson
 from ...core.blocks import RequestBlocks
 from ...core.mechanisms import Mechanism, Step
-from ...core.plan import SCORED, EvictionPlan, Reports, Rows, Scoring
+from ...core.plan import SCORED, EvictionPlan, Reports, ScoredRows, Scoring
 from ..start.capabilities.refuse import measures_mass
 from .hits import Hit
 from .reconstruction import Reconstructions
@@ -48,7 +48,7 @@ FEWEST = 30
 
 
 @dataclass(slots=True, eq=False)
-class Answer:
+class AuditedAnswer:
     """An answer that waits for its audit.
 
     Attributes:
@@ -87,7 +87,7 @@ class Check(Shadow):
         rows: what workers have scored, float32 [n, 4] for each chunk.
     """
 
-    answer: Answer
+    answer: AuditedAnswer
     hit: int = 0
     rows: list[np.ndarray] = field(default_factory=list)
 
@@ -137,14 +137,14 @@ class Audits(Mechanism):
         super().__init__(scheduler)
         self._scheduler = scheduler
         self._drawn = random.Random(0)
-        self._backlog: deque[Answer] = deque()
+        self._backlog: deque[AuditedAnswer] = deque()
         self._tokens = 0
         self._shadow: Check | None = None
         #: Whether a request was left waiting by the last step.
         self._waits = False
         self.drawn = 0
         self.idle_only, self.longest, self.most_tokens = IDLE_ONLY, LONGEST, float(MOST_TOKENS)
-        self.told: Callable[[Answer, Verdict | str], None] | None = None
+        self.told: Callable[[AuditedAnswer, Verdict | str], None] | None = None
         self._measures = measures_mass(scheduler.vllm_config)
         self._processed = bool(scheduler.vllm_config.model_config.logits_processors)
         #: Whether a request lost blocks -> counts of verdicts; first differences since the last line of the log.
@@ -185,7 +185,7 @@ class Audits(Mechanism):
         kept = kept_label(blocks.evicted_blocks, blocks.held(len(table)), len(table))
         # With token granularity each head has lost tokens of its own.
         gone = blocks.residence.absent if self._measures and blocks.config.granularity == "block" else None
-        answer = Answer(request, blocks.policy, kept, gone, monotonic())
+        answer = AuditedAnswer(request, blocks.policy, kept, gone, monotonic())
         if (why := "processors" if self._processed else unfit(request)) is not None:
             self._skip(answer, why)
         elif self._tokens + request.num_tokens > self.most_tokens:
@@ -194,11 +194,11 @@ class Audits(Mechanism):
             self._backlog.append(answer)
             self._tokens += request.num_tokens
 
-    def _drop(self, answer: Answer) -> None:
+    def _drop(self, answer: AuditedAnswer) -> None:
         self._backlog.remove(answer)
         self._tokens -= answer.request.num_tokens
 
-    def _skip(self, answer: Answer, why: str) -> None:
+    def _skip(self, answer: AuditedAnswer, why: str) -> None:
         self._skips[why] += 1
         self._scheduler.tally.skip(answer.policy, why)
         if self.told is not None:
@@ -264,13 +264,13 @@ class Audits(Mechanism):
         """Return whether a request waits for scores of its prompt, which take a shadow too."""
         return any(len(each) for each in self._scheduler.mechanisms.of(Reconstructions))
 
-    def _needed(self, answer: Answer) -> int:
+    def _needed(self, answer: AuditedAnswer) -> int:
         """Return the blocks that the shadow of an answer takes at most."""
         tokens, (manager,) = answer.request.num_tokens, self._scheduler.kv_managers
         beside = sum(each.most_blocks(tokens) for each in self._scheduler.other_managers)
         return int(math.ceil(tokens / manager.block_size) + beside)
 
-    def _add(self, answer: Answer, needed: int) -> None:
+    def _add(self, answer: AuditedAnswer, needed: int) -> None:
         # The answer's last token predicts nothing that was served.
         request = self._shadows.request("audit", answer.request, list(answer.request.all_token_ids)[:-1])
         block_size = self._scheduler.kv_managers[0].block_size
@@ -316,7 +316,7 @@ class Audits(Mechanism):
         if end > (first := max(start, answer.first)):
             tokens = list(answer.request.all_token_ids[first + 1 : end + 1])
             temperature = 1.0 if answer.greedy else answer.request.sampling_params.temperature
-            plan.rows[shadow.request.request_id] = Rows(first - start, tokens, temperature)
+            plan.rows[shadow.request.request_id] = ScoredRows(first - start, tokens, temperature)
         if shadow.measured and end >= shadow.request.num_prompt_tokens:
             plan.groups[0].report[shadow.request.request_id] = MASS
 
@@ -343,7 +343,7 @@ class Audits(Mechanism):
 
     # --- figures -----------------------------------------------------------------------------------------------------
 
-    def judge(self, answer: Answer, verdict: Verdict, computed: int, missed: float | None) -> None:
+    def judge(self, answer: AuditedAnswer, verdict: Verdict, computed: int, missed: float | None) -> None:
         """Count a verdict, for /metrics and the log.
 
         Args:

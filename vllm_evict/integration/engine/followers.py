@@ -1,10 +1,10 @@
-"""What KV connectors have to know of blocks that requests lose.
+"""Tells KV connectors which blocks requests lose.
 
 Blocks that a connector loads are whole and pure, like blocks of a prefix hit. Blocks that it stores have to be pure,
 and stay as they are until they are stored.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...config import KVPolicyConfig
@@ -47,12 +47,11 @@ class Follower(Mechanism):
         if not request.is_finished():
             self.starts_over(request)
 
-    def before_metadata(self, poisoned: Iterable[int]) -> None:
-        """Note that the connector is about to plan a step.
-
-        Args:
-            poisoned: blocks that workers write beside new ones, and beside those of actions.
-        """
+    def before_metadata(self, tokens: Mapping[str, int]) -> None:
+        # A step that reads less than all bounds pure tokens by itself, without an action.
+        for req_id in tokens if self._scheduler.kv_policy.reaches else ():
+            if (pure_tokens := self._scheduler.residents[req_id].pure_tokens) is not None:
+                self.stay_pure(req_id, pure_tokens)
 
     def lost(self, req_id: str, group: int, blocks: Mapping[int, int], pure_tokens: int | None) -> None:
         """Note that blocks of a request are holes now, or are about to be written.
@@ -132,8 +131,10 @@ class OffloadingFollower(Follower):
     def on_end(self, req_id: str) -> None:
         self._asked.pop(req_id, None)
 
-    def before_metadata(self, poisoned: Iterable[int]) -> None:
-        self._stores._current_batch_allocated_block_ids.update(self._written, poisoned)
+    def before_metadata(self, tokens: Mapping[str, int]) -> None:
+        super().before_metadata(tokens)
+        # Workers write these beside new blocks.
+        self._stores._current_batch_allocated_block_ids.update(self._written, self._scheduler.next_plan.poison)
         self._written.clear()
 
 

@@ -1,4 +1,4 @@
-"""Blocks that layers read on the host: requests move them there, and other requests start with them."""
+"""Moves blocks of requests to the host, where layers read them, and lets other requests start with these blocks."""
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
@@ -12,7 +12,7 @@ from vllm.v1.request import Request
 from ...config import NEVER
 from ...core.actions import Action, Applied, Unload
 from ...core.blocks import RequestBlocks
-from ...core.mechanisms import Reach
+from ...core.mechanisms import Staging
 from ...core.offload import Copy
 from ...core.plan import COUNTED, READ_ON_HOST, EvictionPlan, RoomOf
 from ...core.reached import ReachedPool
@@ -25,7 +25,7 @@ from .spec import alike_bytes, host_blocks
 from .view import EngineView
 
 
-class Reaching(Reach):
+class Reaching(Staging):
     """Moves blocks to the host, and extends hits of the prefix cache by blocks that are there.
 
     A block goes to the host when its request is above its budget, or when the pool hands out a block of the prefix

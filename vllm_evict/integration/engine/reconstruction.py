@@ -136,7 +136,7 @@ class Scored:
 
 
 @dataclass(slots=True)
-class Job:
+class Reconstruction:
     """One request's reconstruction."""
 
     request: Request
@@ -175,7 +175,7 @@ class Job:
 class Repeated(Shadow):
     """The request that repeats one part; `scoring` or `repetition` says how workers measure its blocks or tokens."""
 
-    job: Job
+    job: Reconstruction
     scoring: Scoring
     repetition: Repetition | None
 
@@ -191,7 +191,7 @@ class Reconstructions(Mechanism):
         super().__init__(scheduler)
         self._scheduler, self._manager = scheduler, scheduler.kv_managers[0]
         self.scores = Scores(scheduler.kv_cache_manager.block_pool.num_gpu_blocks, self._forget)
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, Reconstruction] = {}
         self._shadow: Repeated | None = None
         self._numbers = itertools.count()
         #: Keys of `WITHOUT` that were logged.
@@ -235,7 +235,7 @@ class Reconstructions(Mechanism):
                 yield from self._evict(request, blocks)
             elif request.request_id not in self._jobs:
                 now = self._scheduler.current_step
-                self._jobs[request.request_id] = Job(request, blocks, blocks.incarnation, since=now)
+                self._jobs[request.request_id] = Reconstruction(request, blocks, blocks.incarnation, since=now)
         yield from self._take(reports[0])
 
     def _evict(self, request: Request, blocks: RequestBlocks) -> Iterator[Action]:
@@ -285,7 +285,7 @@ class Reconstructions(Mechanism):
                 self._give_up(self._jobs.pop(req_id))
                 yield from self._evict(job.request, job.blocks)
 
-    def _add_up(self, job: Job, report: Report | None) -> None:
+    def _add_up(self, job: Reconstruction, report: Report | None) -> None:
         """Add the scores of a finished shadow to its job."""
         if not job.per_token:
             # The inbox could not check its blocks: the shadow has ended, so the scheduler does not know them.
@@ -317,7 +317,7 @@ class Reconstructions(Mechanism):
             self._plan.scored[request.request_id] = (scores, known * blocks.block_size)
         blocks.of(Scored).scores = Report(np.arange(known), {} if by_token else {"mass": scores[:known]})
 
-    def _do_without(self, job: Job, why: str | None = None, **numbers: int) -> None:
+    def _do_without(self, job: Reconstruction, why: str | None = None, **numbers: int) -> None:
         """Give a request no scores: all its blocks have importance 0, so the oldest are evicted first.
 
         Args:
@@ -335,7 +335,7 @@ class Reconstructions(Mechanism):
             )
         job.blocks.of(Scored).scores = Report(np.arange(0), {"mass": np.empty(0)})
 
-    def _give_up(self, job: Job) -> None:
+    def _give_up(self, job: Reconstruction) -> None:
         """Drop the scores that a job has so far."""
         if job.scores is not None:
             self._forget(job.scores)
@@ -354,7 +354,7 @@ class Reconstructions(Mechanism):
         """The next plan of the KV group."""
         return self.view.next_plan.groups[self._manager.number]
 
-    def _begin(self, job: Job) -> bool:
+    def _begin(self, job: Reconstruction) -> bool:
         """Add the next shadow of a job if it fits and has its turn. Returns whether it was added."""
         scheduler, request, config = self._scheduler, job.request, job.blocks.config
         if job.blocks.of(Scored).scores is not None:
@@ -402,13 +402,13 @@ class Reconstructions(Mechanism):
             return "tokens"
         return "short" if request.num_prompt_tokens < self._manager.block_size else None
 
-    def _prompt(self, job: Job, config: KVPolicyConfig) -> tuple[list[int], int]:
+    def _prompt(self, job: Reconstruction, config: KVPolicyConfig) -> tuple[list[int], int]:
         """Return the token ids of the next shadow, and the index where the repeated part starts."""
         context, (start, end) = job.request.prompt_token_ids, job.parts[0]
         before = [*context, *config.instruction, *context[max(start - OVERLAP, 0) : start]]
         return [*before, *context[start:end]], len(before)
 
-    def _add(self, job: Job, prompt: list[int], start: int, needed: int) -> None:
+    def _add(self, job: Reconstruction, prompt: list[int], start: int, needed: int) -> None:
         original = job.request
         request = self._shadows.request("reconstruct", original, prompt)
         config, repetition = job.blocks.config, None

@@ -32,7 +32,6 @@ from .hits import Hit, Hits
 from .managers import BESIDE, ChunkManager, EvictableManager, SlidingManager, StateManager, put_beside
 from .mechanisms import Mechanisms
 from .outputs import Usages
-from .shadows import ShadowRequests
 from .spec import policy_config
 from .start_up import start_up_line
 from .step_reports import StepReports
@@ -67,11 +66,10 @@ class EvictionMixin(Base):
         self.hits = Hits(self)
         self.admission = Admission(self, self.hits)
         self.reports, self.usages = StepReports(self), Usages(self)
-        self.followers = follow(self)
         #: Requests of the step that is done that read blocks which did not come.
         self._failed_loads: set[str] = set()
         self.mechanisms = Mechanisms(self)
-        for follower in self.followers:
+        for follower in follow(self):
             self.mechanisms.add(follower, last=False)
         # vLLM asks for each request of each step.
         self._limits = [each.limit_tokens for each in self.mechanisms.having("limit_tokens")]
@@ -172,7 +170,7 @@ class EvictionMixin(Base):
     def _is_short(self) -> bool:
         """Return whether the pool may run out before long: a quarter of it is left, or a request waits."""
         enough = max(self.kv_cache_manager.block_pool.num_gpu_blocks // 4, 2 * len(self.running))
-        lent = sum(each.lent for each in self.mechanisms.of(ShadowRequests))
+        lent = sum(each.lent for each in self.mechanisms)
         return bool(self.waiting) or self.free_blocks + lent < enough
 
     def update_from_output(
@@ -209,12 +207,7 @@ class EvictionMixin(Base):
             self.kv_cache_manager.block_pool.free_blocks(reversed(blocks))
 
     def _build_kv_connector_meta(self, connector: Any, scheduler_output: SchedulerOutput) -> Any:
-        for follower in self.followers:
-            for req_id in scheduler_output.num_scheduled_tokens if self.kv_policy.reaches else ():
-                # The step reads less than all: tokens from it on are not stored.
-                if (pure_tokens := self.residents[req_id].pure_tokens) is not None:
-                    follower.stay_pure(req_id, pure_tokens)
-            follower.before_metadata(self._plan.poison)
+        self.mechanisms.call("before_metadata", scheduler_output.num_scheduled_tokens)
         return super()._build_kv_connector_meta(connector, scheduler_output)
 
     def _handle_invalid_blocks(self, *args: Any, **kwargs: Any) -> set[str]:

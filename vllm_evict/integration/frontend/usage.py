@@ -1,4 +1,4 @@
-"""What a request's cache came to, on its way from the engine core to users: outputs, metrics, answers of a server."""
+"""Carries the cache use of a request from the engine core to users: outputs, metrics, answers of a server."""
 
 import functools
 from collections.abc import AsyncGenerator
@@ -11,7 +11,7 @@ from ...core.usage import KVUsage
 from ..start.late import once
 
 
-class Answer:
+class AnswerUsage:
     """Usage of the requests that one answer of a server is made of."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Answer:
 
 
 #: The answer that a task makes, once it has asked the engine for one of its requests.
-_answer: ContextVar[Answer | None] = ContextVar("kv_evict_answer", default=None)
+_answer: ContextVar[AnswerUsage | None] = ContextVar("kv_evict_answer", default=None)
 
 
 def watch(outputs: AsyncGenerator[Any, None], params: Any) -> AsyncGenerator[Any, None]:
@@ -60,7 +60,7 @@ def watch(outputs: AsyncGenerator[Any, None], params: Any) -> AsyncGenerator[Any
     if not (params.extra_args or {}).get("kv_usage"):
         return outputs
     if answer is None:
-        _answer.set(answer := Answer())
+        _answer.set(answer := AnswerUsage())
     return answer.watch(outputs)
 
 

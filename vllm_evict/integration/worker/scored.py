@@ -1,4 +1,4 @@
-"""Scores rows of a step: how likely the model finds the token after each of them (`core.plan.Rows`)."""
+"""Scores rows of a step: how likely the model finds the token after each of them (`core.plan.ScoredRows`)."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ...compute.transfer import copied, to_device, to_host
-from ...core.plan import Rows
+from ...core.plan import ScoredRows
 
 #: Rows whose logits are there at once.
 AT_ONCE = 64
@@ -32,12 +32,12 @@ class Scorer:
     """
 
     def __init__(self, runner: Any, v2: bool) -> None:
-        self._rows: Mapping[str, Rows] = {}
+        self._rows: Mapping[str, ScoredRows] = {}
         self._scored: dict[str, np.ndarray] = {}
         self._device: torch.device = runner.device
         (self._install_v2 if v2 else self._install_v1)(runner)
 
-    def begin(self, rows: Mapping[str, Rows]) -> None:
+    def begin(self, rows: Mapping[str, ScoredRows]) -> None:
         """Take the rows of a step that is about to run."""
         self._rows, self._scored = rows, {}
 

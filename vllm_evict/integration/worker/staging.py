@@ -7,7 +7,7 @@ from vllm.config import VllmConfig
 
 from ...compute.attention.ops import CPU_FP8_NAMES
 from ...config import KVPolicyConfig, KVPolicyError
-from ...core.mechanisms.reach import staging_blocks
+from ...core.mechanisms.staging import staging_blocks
 from ..engine.spec import host_blocks
 from ..start import advice
 

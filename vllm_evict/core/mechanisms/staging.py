@@ -12,7 +12,7 @@ from ..reached import ReachedPool
 from .base import Mechanism, SchedulerView, verified
 
 
-class Reach(Mechanism):
+class Staging(Mechanism):
     """Plans prompts such that staging pages hold the host blocks of all of them, and keeps the host blocks of requests.
 
     What moves blocks knows vLLM (`integration.engine.reaching`).
