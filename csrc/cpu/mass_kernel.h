@@ -7,7 +7,7 @@
 //   WIDEN_U8    LANES uint8 in memory to uint16,
 //   WIDEN_U16   LANES uint16 to uint32,
 //   WIDEN_F16   LANES float16 to float32,
-//   MULTIPLY_BYTES, SUM_PAIRS   see vectors.h,
+//   DOT_BYTES, or MULTIPLY_BYTES and SUM_PAIRS   see vectors.h,
 //   DOT_BF16    float + dot product of two pairs of bfloat16, in each of LANES words,
 //   AMX         that the CPU multiplies tiles of bfloat16.
 // Use only GCC vector extensions and always-inline intrinsics here. The linker could

@@ -69,7 +69,8 @@ constexpr int64_t padded_queries(int64_t count) { return (count + 15) / 16 * 16;
 
 // Floats of `scratch` below.
 constexpr int64_t tile_scratch(int64_t count, int64_t group, int64_t dim, int64_t block_size, int64_t num) {
-  return padded_queries(count) * group * (dim + 2 + num + dim / 4) + block_size * dim / 4;
+  return padded_queries(count) * group * (dim + 2 + num + dim / 4) + (block_size + 5) * dim / 4 +
+         block_size + 48;
 }
 
 // Adds to shares[n * padded_queries(count) + token] the share of attention that query heads of one KV head
@@ -85,7 +86,8 @@ struct ReachKernel {
   TileShares tile;
 };
 // Null if the compiler or the architecture lacks the instruction set.
-extern const ReachKernel *const avx512_reach, *const avx2_reach, *const portable_reach;
+extern const ReachKernel *const avx512_vnni_reach, *const avx512_reach, *const avx2_reach,
+    *const portable_reach;
 
 // Throws std::invalid_argument, before it writes anything, if an index is out of range.
 void reach(const ReachArgs&, const ReachKernel&, int threads);

@@ -89,7 +89,8 @@ constexpr int kVectors = 2, kTokens = LANES == 16 ? 8 : 4;  // whose products ar
 struct Packed {
   float *numbers, *units, *totals;  // [vectors, dim, LANES] whole numbers; what 1 stands for and their sum, [vectors, LANES]
   int8_t* bytes;                    // [vectors, dim / 4, LANES, 4], the same numbers
-  uint8_t* bits;                    // [block_size, dim], of the block that is scored
+  float* centre;                    // of the block that is scored, [dim], then scales of its tokens
+  uint8_t* bits;                    // of the block that is scored, [block_size, dim]
   float* logits;                    // [blocks, vectors, LANES], in base 2
 };
 
@@ -98,48 +99,59 @@ void pack(const float* query, int64_t count, int64_t padded, int64_t group, int6
   for (int64_t at = 0; at < group * padded; ++at) {
     const int64_t token = at % padded < count ? at % padded : count - 1, lane = at % LANES;
     const float* own = query + (token * group + at / padded) * 2 * dim;
-    float *numbers = p.numbers + at / LANES * dim * LANES + lane, largest = 0, total = 0;
+    float *numbers = p.numbers + at / LANES * dim * LANES + lane, largest = 0, all = 0;
     for (int64_t d = 0; d < dim; ++d) largest = __builtin_fmaxf(largest, __builtin_fabsf(own[d]));
     for (int64_t d = 0; d < dim; ++d) {
       const float number = largest > 0 ? __builtin_rintf(own[d] * (127 / largest)) : 0;
       numbers[d * LANES] = number;
       p.bytes[(at / LANES * dim / 4 + d / 4) * LANES * 4 + lane * 4 + d % 4] = (int8_t)number;
-      total += number;
+      all += number;
     }
     p.units[at] = largest / 127;
-    p.totals[at] = total;
+    p.totals[at] = all;
+  }
+}
+
+// Makes floats and bits of what stands for a block. `bytes` is scratch for a byte of each dimension.
+void unpack(const uint16_t* index, int64_t dim, int64_t block_size, const Packed& p, uint8_t* bytes) {
+  for (int64_t i = 0; i < dim + block_size; i += LANES) store(p.centre + i, widen((const Bf16*)index + i));
+  for (int64_t t = 0; t < block_size; t += 8) {
+    const uint16_t* words = index + dim + block_size + t / 16 * dim;
+    for (int64_t d = 0; d < dim; d += LANES) store_bytes(bytes + d, load<HalfVec>(words + d) >> t % 16 & 0xff);
+    for (int64_t i = 0; i < 8; ++i)
+      for (int64_t d = 0; d < dim; d += 4 * LANES)  // what is written after `dim` belongs to later tokens
+        store((float*)(p.bits + (t + i) * dim + d), (Vec)(load<WordVec>(bytes + d) >> i & 0x01010101));
   }
 }
 
 // The largest logits that tokens of a block may have, of V vectors of queries.
 template <int V>
-void peak_logits(const Packed& p, int64_t first, int64_t dim, int64_t block_size, const uint16_t* centre,
-                 float soft_cap, float* logits) {
+void peak_logits(const Packed& p, int64_t first, int64_t dim, int64_t block_size, float soft_cap, float* logits) {
   constexpr int kChains = 4;  // of sums that do not wait for one another
   Vec base[V][kChains] = {}, peak[V];
   const float* numbers = p.numbers + first * dim * LANES;
   for (int64_t d = 0; d < dim; d += kChains)
     for (int i = 0; i < kChains; ++i) {
-      const Vec its = (Vec)(WordVec{} + ((uint32_t)centre[d + i] << 16));
+      const Vec its = splat(p.centre[d + i]);
       for (int v = 0; v < V; ++v) base[v][i] += load<Vec>(numbers + (v * dim + d + i) * LANES) * its;
     }
   for (int v = 0; v < V; ++v) peak[v] = splat(-1e30f);
   for (int64_t t = 0; t < block_size; t += kTokens) {
-    PairVec sum[V][kTokens] = {};
+    Sums sum[V][kTokens] = {};
     for (int64_t d = 0; d < dim; d += 4) {
       WordVec own[V];
       for (int v = 0; v < V; ++v) own[v] = load<WordVec>(p.bytes + ((first + v) * dim + d) * LANES);
 #pragma GCC unroll 8
       for (int i = 0; i < kTokens; ++i) {
         const WordVec bits = WordVec{} + load<uint32_t>(p.bits + (t + i) * dim + d);
-        for (int v = 0; v < V; ++v) sum[v][i] += multiply_bytes(bits, own[v]);
+        for (int v = 0; v < V; ++v) sum[v][i] = add_products(sum[v][i], bits, own[v]);
       }
     }
 #pragma GCC unroll 8
     for (int i = 0; i < kTokens; ++i) {
-      const Vec scale = (Vec)(WordVec{} + ((uint32_t)centre[dim + t + i] << 16));
+      const Vec scale = splat(p.centre[dim + t + i]);
       for (int v = 0; v < V; ++v) {
-        const Vec set = __builtin_convertvector(sum_pairs(sum[v][i]), Vec);
+        const Vec set = __builtin_convertvector(total(sum[v][i]), Vec);
         peak[v] = max(peak[v], scale * (2 * set - load<Vec>(p.totals + (first + v) * LANES)));
       }
     }
@@ -158,25 +170,23 @@ void tile_shares(const float* query, int64_t count, int64_t group, int64_t dim, 
                  float* scratch, float* shares) {
   const int64_t padded = padded_queries(count), lines = padded / LANES, vectors = group * lines;
   Packed p;
-  p.numbers = scratch;
+  p.numbers = scratch + (0 - (uintptr_t)scratch) % 64 / 4;
   p.units = p.numbers + vectors * dim * LANES;
   p.totals = p.units + vectors * LANES;
   p.logits = p.totals + vectors * LANES;
   p.bytes = (int8_t*)(p.logits + num * vectors * LANES);
-  p.bits = (uint8_t*)(p.bytes + vectors * dim * LANES);
+  p.centre = (float*)(p.bytes + vectors * dim * LANES);
+  p.bits = (uint8_t*)(p.centre + dim + index.block_size);
+  uint8_t* bytes = p.bits + index.block_size * dim + 4 * LANES;
   pack(query, count, padded, group, dim, p);
   for (int64_t n = 0; n < num; ++n) {
-    const uint16_t* centre = (const uint16_t*)index.data + (places[n] * index.kv_heads + head) * index.width;
-    for (int64_t t = 0; t < index.block_size; ++t) {
-      const uint16_t* words = centre + dim + index.block_size + t / 16 * dim;
-      for (int64_t d = 0; d < dim; d += LANES)
-        store_bytes(p.bits + t * dim + d, load<HalfVec>(words + d) >> t % 16 & 1);
-    }
+    const uint16_t* own = (const uint16_t*)index.data + (places[n] * index.kv_heads + head) * index.width;
+    unpack(own, dim, index.block_size, p, bytes);
     float* logits = p.logits + n * vectors * LANES;
     int64_t v = 0;
     for (; v + kVectors <= vectors; v += kVectors)
-      peak_logits<kVectors>(p, v, dim, index.block_size, centre, soft_cap, logits + v * LANES);
-    for (; v < vectors; ++v) peak_logits<1>(p, v, dim, index.block_size, centre, soft_cap, logits + v * LANES);
+      peak_logits<kVectors>(p, v, dim, index.block_size, soft_cap, logits + v * LANES);
+    for (; v < vectors; ++v) peak_logits<1>(p, v, dim, index.block_size, soft_cap, logits + v * LANES);
   }
   for (int64_t v = 0; v < vectors; ++v) {
     Vec sink = splat(-1e30f);

@@ -96,23 +96,29 @@ inline void store_bytes(void* to, HalfVec words) {
   __builtin_memcpy(to, &bytes, sizeof(ByteVec));
 }
 
-// Sums of two products each, of unsigned bytes with signed ones.
-inline PairVec multiply_bytes(WordVec a, WordVec b) {
+// Adds products of unsigned bytes with signed ones, four in each word of the total of Sums.
+#ifdef DOT_BYTES
+typedef IntVec Sums;
+inline Sums add_products(Sums sum, WordVec a, WordVec b) { return (Sums)DOT_BYTES(sum, a, b); }
+inline IntVec total(Sums sum) { return sum; }
+#else
+typedef PairVec Sums;
+inline Sums add_products(Sums sum, WordVec a, WordVec b) {
 #ifdef MULTIPLY_BYTES
-  return (PairVec)MULTIPLY_BYTES(a, b);
+  return sum + (PairVec)MULTIPLY_BYTES(a, b);
 #else
-  const PairVec even = (PairVec)(a & 0x00ff00ff) * ((PairVec)b << 8 >> 8);
-  return even + (PairVec)(a >> 8 & 0x00ff00ff) * ((PairVec)b >> 8);
+  sum += (PairVec)(a & 0x00ff00ff) * ((PairVec)b << 8 >> 8);
+  return sum + (PairVec)(a >> 8 & 0x00ff00ff) * ((PairVec)b >> 8);
 #endif
 }
-
-inline IntVec sum_pairs(PairVec x) {
+inline IntVec total(Sums sum) {
 #ifdef SUM_PAIRS
-  return (IntVec)SUM_PAIRS(x);
+  return (IntVec)SUM_PAIRS(sum);
 #else
-  return ((IntVec)x << 16 >> 16) + ((IntVec)x >> 16);
+  return ((IntVec)sum << 16 >> 16) + ((IntVec)sum >> 16);
 #endif
 }
+#endif
 
 // ---- Numbers
 

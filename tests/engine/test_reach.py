@@ -8,12 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from engine import Engine, exactly, greedy, logprobs_of, random_prompt, random_requests
+from engine import exactly, greedy, logprobs_of, random_prompt, random_requests
 from evaluation import NEEDLE, needles
-from loads.pages import Published, Stock
+from loads.pages import Published
 from oracle.model import DenseLlama
 from oracle.selection import BLOCK, Chooser
-from oracle.tiny import make_tiny_llama
 from parity import assert_like_oracle
 from parts import part_of
 
@@ -28,12 +27,6 @@ from vllm_evict.integration.worker.staging import _index_bytes
 
 #: Of 8 blocks 1 is of sinks, 5 are the room and 2 have recent tokens.
 REACH = {"name": "full", "evict": "host", "host": "64MiB", "budget": 256, "buffer": 0, "sink": 32, "recent": 32}
-
-
-@pytest.fixture(scope="module")
-def deep(tmp_path_factory):
-    """A model of five layers, in each of which a decode reads other blocks."""
-    return make_tiny_llama(tmp_path_factory.mktemp("deep"), layers=5)
 
 
 def check_classes(engine, dense, size=BLOCK, atol=2e-3, **options):
@@ -196,15 +189,6 @@ def test_a_budget_that_covers_all_changes_no_bit(engine):
     subject, stock = engine(REACH), engine()
     ours, theirs = (exactly(server.generate(prompts, max_tokens=70, logprobs=0)) for server in (subject, stock))
     assert ours == theirs
-
-
-@pytest.fixture(scope="module")
-def stock(deep):
-    engine = Engine(
-        deep, block_size=BLOCK, max_model_len=1024, max_num_batched_tokens=1024, enable_prefix_caching=False
-    )
-    yield Stock(engine)
-    engine.close()
 
 
 @pytest.mark.both_runners("engine")

@@ -7,11 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from engine import Engine, after, exactly, logprobs_of, random_prompt, random_requests
-from loads.pages import Published, Stock
+from engine import after, exactly, logprobs_of, random_prompt, random_requests
+from loads.pages import Published
 from oracle.model import DenseLlama
 from oracle.selection import BLOCK, Chooser
-from oracle.tiny import make_tiny_llama
 from parts import part_of
 from streaming import Sessions, talk
 
@@ -27,12 +26,6 @@ from vllm_evict.integration.engine.allocation import Reads
 READ = {"read": 256, "sink": 32, "recent": 32}
 SIZES = {"sink": 32, "recent": 32, "buffer": 0}
 EVICTING = {"budget": 384, "buffer": 64, "sink": 32, "recent": 64}
-
-
-@pytest.fixture(scope="module")
-def deep(tmp_path_factory):
-    """A model of five layers, so that leaders have layers before, between and after them."""
-    return make_tiny_llama(tmp_path_factory.mktemp("deep"), layers=5)
 
 
 def assert_reads_like_dense(model, prompt, output, trace, *, dense=None, atol=2e-3, **read):
@@ -209,15 +202,6 @@ PUBLISHING = {
     "evicting": {"name": "sink-window", "budget": 448, "sink": 32, "read": 256},
     "prompts": {"name": "full", **READ, "read_prompts": 256},
 }
-
-
-@pytest.fixture(scope="module")
-def stock(deep):
-    engine = Engine(
-        deep, block_size=BLOCK, max_model_len=1024, max_num_batched_tokens=1024, enable_prefix_caching=False
-    )
-    yield Stock(engine)
-    engine.close()
 
 
 @pytest.mark.both_runners("full-engine", "split-engine")

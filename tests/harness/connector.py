@@ -278,8 +278,8 @@ class SimpleHostWorker:
             for cache in (each if isinstance(each, (list, tuple)) else [each])
         ]
         memory = {cache.untyped_storage().data_ptr(): cache.untyped_storage().nbytes() for cache in self._caches}
-        blocks = self._bytes * len(self._caches[0]) // sum(memory.values()) + 1
-        self._host = [cache.new_zeros(blocks, *cache.shape[1:]) for cache in self._caches]
+        self.num_cpu_blocks = self._bytes * len(self._caches[0]) // sum(memory.values())
+        self._host = [cache.new_zeros(self.num_cpu_blocks + 1, *cache.shape[1:]) for cache in self._caches]
 
     def bind_connector_metadata(self, metadata):
         self._metadata = metadata

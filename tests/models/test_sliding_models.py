@@ -2,12 +2,14 @@
 
 import json
 from collections import Counter
+from importlib.metadata import version
 
 import numpy as np
 import pytest
 import torch
 from engine import exactly, logprobs_of, random_prompt
 from oracle.tiny import write_tokenizer
+from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM
 
 pytestmark = pytest.mark.since("0.31", "its CPU engine computes sinks in bfloat16 alone", kind="GptOss")
@@ -128,7 +130,9 @@ STEP = dict(
         attention_type="sliding_attention", num_attention_heads=6, num_attention_groups=2, head_dim=32
     ),
     use_head_wise_attn_gate=True, use_rope_layers=[], yarn_only_types=[], moe_layers_enum="1", moe_num_experts=2,
-    moe_top_k=1, moe_intermediate_size=32, share_expert_dim=32, use_moe=True,
+    moe_top_k=1, moe_intermediate_size=32, share_expert_dim=32, use_moe=True, use_moe_router_bias=True,
+    norm_expert_weight=True, moe_router_scaling_factor=1.0, need_fp32_gate=True, swiglu_limits=None,
+    swiglu_limits_shared=None, moe_router_activation="softmax",
 )  # fmt: skip
 
 
@@ -140,7 +144,9 @@ def test_step_3_5_loses_blocks_and_full_is_stock_to_the_byte(engine, tmp_path, p
     want = engine(None, **options).generate([prompt], max_tokens=20, logprobs=0)
     server = engine({**H2O, "allow": ["full"]}, **options)
     sizes = [manager.block_size for manager in server.all_managers]
-    assert sizes == [64, 64, 64, 32] and server.manager.block_size == 32
+    # Since 0.33 its windows' heads are as long as the others.
+    assert sizes == ([32] * 4 if Version(version("vllm")) >= Version("0.33") else [64, 64, 64, 32])
+    assert server.manager.block_size == 32
     got = server.generate([prompt], max_tokens=20, logprobs=0, extra_args={"kv_policy": "full"})
     assert exactly(got) == exactly(want)
     (output,) = server.generate([random_prompt(400, 1)], max_tokens=60, logprobs=0)

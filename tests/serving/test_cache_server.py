@@ -7,7 +7,7 @@ import pytest
 from cache_server import BLOCK, PER_CHUNK, CacheServer
 from drafting import NGRAM, accepted
 from engine import Engine, exactly, random_prompt
-from test_offloading import ANSWER, H2O, assert_clean, mixed, on
+from test_offloading import ANSWER, H2O, assert_clean, mixed, on, settle
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 
@@ -36,12 +36,6 @@ def cached(engine, monkeypatch, poisoned):
     CacheServer.clear()
     yield lambda policy=H2O, **kwargs: engine(policy, **{"max_num_batched_tokens": 128, **SERVED, **kwargs})
     ensure_kv_transfer_shutdown()
-
-
-def settle(server):
-    """Step until all is copied."""
-    while server.scheduler.has_requests():
-        server.drain()
 
 
 @pytest.mark.parametrize(

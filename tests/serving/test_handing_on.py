@@ -129,8 +129,10 @@ def test_a_prompt_that_goes_on_is_whole_and_one_that_came_is_decoded_with_holes(
     outputs = handed_on(both, sent, others)
     assert sum(output.kv_usage.evicted_blocks for output in outputs.values()) > 8
     for prompt, contents in Shelf.prompts.items():
+        # Of a drafter a prompt's last block may have drafts past the prompt: since 0.33 none where no request needs any.
+        whole = len(prompt) // both.manager.block_size if kind in DRAFTERS else None
         for content, want in zip(contents, expected[prompt], strict=True):
-            numbers = (each.contiguous().view(torch.float32) for each in (content, want))  # states come as bytes
+            numbers = (each[:whole].contiguous().view(torch.float32) for each in (content, want))  # states: bytes
             torch.testing.assert_close(*numbers, atol=1e-4, rtol=1e-4)
     both.assert_nothing_left()
     if both.scheduler.kv_cache_manager.enable_caching:

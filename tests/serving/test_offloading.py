@@ -262,6 +262,6 @@ def test_blocks_that_are_stored_late_are_still_the_requests_own(offloads, stock)
 
 
 def settle(server):
-    """Step until all is stored."""
+    """Step until all is stored, or copied."""
     while server.scheduler.has_requests():
         server.drain()

@@ -284,6 +284,7 @@ def test_the_front_end_refuses_another_policy(engine):
             llm = server.llm.llm_engine
             self.vllm_config, self.model_config = llm.vllm_config, llm.model_config
             self.input_processor = llm.input_processor
+            self.output_processor = SimpleNamespace(has_request=lambda _: True)
 
         async def get_supported_tasks(self):
             return server.llm.supported_tasks

@@ -102,6 +102,15 @@ def test_no_modules_import_each_other():
     assert len(list(order.static_order())) > 100
 
 
+def test_a_name_is_one_class():
+    seen = {}
+    for path, module in files():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                assert seen.setdefault(node.name, module) == module, f"{module} and {seen[node.name]}: {node.name}"
+    assert len(seen) > 200
+
+
 def test_core_runs_without_torch_and_vllm():
     """What decides is tested, and can be read, without what computes."""
     check = (

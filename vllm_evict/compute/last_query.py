@@ -1,4 +1,4 @@
-"""A probe of what the last query of a step may attend to, by bounds of keys (`policies.keybound`)."""
+"""A probe that bounds the attention of a step's last query to each block, by boxes of keys (`policies.keybound`)."""
 
 from collections.abc import Mapping, Set
 

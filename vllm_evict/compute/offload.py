@@ -1,4 +1,4 @@
-"""Host memory of a worker: blocks that layers read there, their bytes as the cache has them."""
+"""Host memory of a worker, with blocks that layers read there. A block has the same bytes as in the cache."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Token granularity: sums of each token and KV head."""
+"""Token granularity: running sums of attention mass for each token and KV head."""
 
 import logging
 from collections.abc import Set

@@ -1,8 +1,8 @@
 """Actions: what mechanisms decide about the blocks of one request in one KV group; and the orders of some actions.
 
-An action names the logical blocks that workers read, the blocks that they write, and the blocks that become
-holes. The scheduler applies all actions in one place: it makes written blocks private to
-the request, returns evicted blocks to the pool, and puts the action on the next plan.
+An action names the logical blocks that workers read, the blocks that they write, and the blocks that become holes. The
+scheduler applies all actions in one place: it makes written blocks private to the request, returns evicted blocks to
+the pool, and puts the action on the next plan.
 """
 
 from collections.abc import Mapping, Sequence

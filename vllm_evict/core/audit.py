@@ -1,4 +1,4 @@
-"""What an audit says: how full attention scores an answer that a request got under its policy."""
+"""Verdicts of audits: how full attention scores an answer that a request got under its policy."""
 
 import math
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Host blocks that layers read: content that several requests have is there once."""
+"""Host blocks that layers read. Requests with the same content share one host block."""
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence

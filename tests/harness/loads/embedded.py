@@ -98,7 +98,7 @@ class Run:
         self.counts, self.vllm, self.step = Counter(), engine.llm.llm_engine, 0
         #: Number of a request -> what its client sees.
         self.live, self.ended = {}, {}
-        self._turns, self._core = {}, self.vllm.engine_core
+        self._core = self.vllm.engine_core
         #: A name is given once: vLLM keeps where the states of a request lie that ends in a step without tokens.
         self._named = f"of-{next(RUNS)}"
         self._slices = slices_of(engine)

@@ -1,4 +1,4 @@
-"""fp8 caches: bytes to vLLM, with a scale for a layer's keys and one for its values."""
+"""fp8 caches: vLLM holds them as bytes, with a scale for a layer's keys and one for its values."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`BackendOps` behind kernels that read smaller blocks than the pool's: what they take and return is of the pool's."""
+"""`BackendOps` of kernels that read smaller blocks than the pool's. Arguments and results are by the pool's blocks."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Boxes around a block's keys, and what attention they let a block draw.
+"""Boxes around a block's keys, and an upper bound of the attention that the block draws by its box.
 
 A box has the least and the largest value of each dimension (Quest: Tang et al., ICML 2024, arXiv:2406.10774).
 """

@@ -1,8 +1,8 @@
-"""Signs of a block's keys, and the attention that they let it draw.
+"""An index of a block's keys by signs, and the attention that the block may draw by this index.
 
-A key is taken for its block's centre plus a step in the direction of the signs of what is left, as long as that is on
-average. So a token takes a bit for each dimension and one scale. Such indexes are those of Self-Indexing KVCache
-(arXiv:2603.14224), which centres keys otherwise and quantises their magnitudes too.
+The index takes a key for its block's centre plus, in each dimension, the sign of the difference times the mean size of
+the key's differences. So a token takes a bit for each dimension and one scale. Self-Indexing KVCache (arXiv:2603.14224)
+has such indexes; it centres keys otherwise and quantises their magnitudes too.
 """
 
 import torch

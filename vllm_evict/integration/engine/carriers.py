@@ -1,8 +1,8 @@
 """vLLM's messages and metrics with fields of the plugin: what the engine core tells the front end, and what users get.
 
-An engine core sends `EngineCoreOutputs` as msgpack. A struct is sent with the fields of its own class, and read as what
-the decoder's type says: fields that the decoder does not know are skipped. So a subclass with one more field at the end
-travels, and whatever reads vLLM's class (the coordinator of data parallelism) reads on as before.
+An engine core sends `EngineCoreOutputs` as msgpack. The encoder sends all fields of a struct's own class, and a decoder
+skips fields that its type does not have. So a subclass with one more field at the end travels, and code that decodes
+vLLM's class (the coordinator of data parallelism) is not affected.
 """
 
 from dataclasses import dataclass

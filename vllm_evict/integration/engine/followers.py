@@ -1,4 +1,4 @@
-"""What KV connectors have to know of blocks that requests lose.
+"""Tells KV connectors which blocks requests lose.
 
 Blocks that a connector loads are whole and pure, like blocks of a prefix hit. Blocks that it stores have to be pure,
 and stay as they are until they are stored.

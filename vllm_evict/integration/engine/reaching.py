@@ -1,4 +1,4 @@
-"""Blocks that layers read on the host: requests move them there, and other requests start with them."""
+"""Moves blocks of requests to the host, where layers read them, and lets other requests start with these blocks."""
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace

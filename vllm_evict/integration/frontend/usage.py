@@ -1,4 +1,4 @@
-"""What a request's cache came to, on its way from the engine core to users: outputs, metrics, answers of a server."""
+"""Carries the cache use of a request from the engine core to users: outputs, metrics, answers of a server."""
 
 import functools
 from collections.abc import AsyncGenerator

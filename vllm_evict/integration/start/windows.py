@@ -1,4 +1,4 @@
-"""Layers with sliding windows, or chunks of local attention, that no request of the server can outgrow."""
+"""Finds layers whose sliding window, or chunk of local attention, holds every request; they become full attention."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Waits for the processes that copy blocks of requests which are about to lose them."""
+"""Has a step wait until other processes have copied the blocks that its requests are about to lose."""
 
 import time
 from collections.abc import Collection

@@ -1,4 +1,4 @@
-"""Which policies a server can run: what environments of a server cannot stand of a policy's features.
+"""Which policies a server can run: features of a policy do not run in some environments, which are parts of a server.
 
 `config.features` has the features, a row each, and those that do not go together in one policy.
 

@@ -1,4 +1,4 @@
-"""What a server that drafts may be, and what of a policy or of itself that cannot stand."""
+"""Rows of the table of refusals (`environments`) for servers that draft tokens."""
 
 from ....config.features import (
     ANY,

@@ -1,4 +1,4 @@
-"""What is said of each part of a server in the table of refusals (`environments`)."""
+"""The fields of a row of the table of refusals (`environments`)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

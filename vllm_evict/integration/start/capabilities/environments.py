@@ -1,4 +1,4 @@
-"""What a server may be, and what of a policy or of itself that cannot stand: the table of all refusals.
+"""The table of refusals: each row is a thing that a server may be, and names what does not run on such a server.
 
 Rows of servers that draft are in `drafting`.
 """
