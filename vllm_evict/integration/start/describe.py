@@ -6,7 +6,7 @@ from ...config import KVPolicyConfig
 from ...core.mechanisms.pressure import Pressure
 from ...environment import decode_kernel
 from ...policies import RUNNING
-from . import windows
+from . import versions, windows
 from .capabilities.server import DEVICE_BACKENDS, UNLIKE
 
 if TYPE_CHECKING:
@@ -31,11 +31,11 @@ def facts(config: KVPolicyConfig, held: str, vllm_config: Any) -> str:
 def held_before_layers(config: KVPolicyConfig, vllm_config: Any) -> str | None:
     """Return what requests hold, where a configuration tells it; None where that takes layers.
 
-    Layers tell the number of KV groups of split heads and beside other layers, and on a GPU the size of blocks, if the
-    user did not.
+    Layers tell the number of KV groups of split heads and beside other layers, and the size of blocks, if neither the
+    user nor vLLM's configuration did.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    sized = cache.user_specified_block_size or vllm_config.device_config.device_type == "cpu"
+    sized = cache.user_specified_block_size or not versions.layers_size_blocks(vllm_config.device_config.device_type)
     if len(config.classes) > 1 or model.is_hybrid or windows.slide(vllm_config) or not sized:
         return None
     bound = config.bound(cache.block_size, model.max_model_len)

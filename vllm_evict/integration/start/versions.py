@@ -13,6 +13,7 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,11 @@ def splits_in_builders() -> bool:
     split.
     """
     return hasattr(importlib.import_module("vllm.v1.worker.utils").AttentionGroup, "map_to_kernel_block_table")
+
+
+def layers_size_blocks(device: str) -> bool:
+    """Return whether layers tell vLLM the size of blocks on a device: on GPUs, and on CPUs since vLLM 0.33."""
+    return device != "cpu" or Version(version("vllm")) >= Version("0.33")
 
 
 def import_moved(module: str, name: str) -> Any:
