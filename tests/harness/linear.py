@@ -276,8 +276,10 @@ def kimi_forward(layer, mixed_qkv, g1, g2, beta, core_attn_out):
         return q, k, v, gate, beta[0, tokens].float().sigmoid()
 
     inputs, states = layer.kv_cache
+    if inputs.shape[1] != mixed_qkv.shape[1]:  # before vLLM 0.33
+        inputs = inputs.transpose(1, 2)
     mixed_qkv = mixed_qkv[: metadata.num_actual_tokens]
-    take_steps(metadata, mixed_qkv, inputs.transpose(1, 2), states, layer.conv1d, parts, core_attn_out[0])
+    take_steps(metadata, mixed_qkv, inputs, states, layer.conv1d, parts, core_attn_out[0])
     core_attn_out.copy_(layer.o_norm(core_attn_out, g2))
 
 
