@@ -1,5 +1,7 @@
 """Both sides of P/D on one server: prompts whose blocks go on are whole, and those that arrive are decoded with holes."""
 
+from importlib.metadata import version
+
 import pytest
 import torch
 from connector import Shelf, ShelfConnector
@@ -9,6 +11,7 @@ from latent import make_eagle3, make_latent, reference_mla
 from oracle.hybrids import make_tiny_hybrid
 from oracle.logits import make_tiny
 from oracle.tiny import make_tiny_llama
+from packaging.version import Version
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 from vllm.exceptions import VLLMValidationError
@@ -129,8 +132,9 @@ def test_a_prompt_that_goes_on_is_whole_and_one_that_came_is_decoded_with_holes(
     outputs = handed_on(both, sent, others)
     assert sum(output.kv_usage.evicted_blocks for output in outputs.values()) > 8
     for prompt, contents in Shelf.prompts.items():
-        # Of a drafter a prompt's last block may have drafts past the prompt: since 0.33 none where no request needs any.
-        whole = len(prompt) // both.manager.block_size if kind in DRAFTERS else None
+        # Since vLLM 0.33 a drafter computes nothing where no request needs drafts: a prompt's last block lacks its part.
+        late = kind in DRAFTERS and Version(version("vllm")) >= Version("0.33")
+        whole = len(prompt) // both.manager.block_size if late else None
         for content, want in zip(contents, expected[prompt], strict=True):
             numbers = (each[:whole].contiguous().view(torch.float32) for each in (content, want))  # states: bytes
             torch.testing.assert_close(*numbers, atol=1e-4, rtol=1e-4)
