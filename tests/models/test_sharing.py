@@ -7,7 +7,7 @@ import test_reach
 import test_read
 from drafting import VOCAB, LayeredDrafter, serve
 from engine import random_prompt
-from oracle.logits import SHARING, DenseLogits, add_unused, make_assistant, make_tiny
+from oracle.logits import SHARING, DenseLogits, make_assistant, make_tiny
 from parity import assert_like_oracle
 from test_drafters import assert_full_is_stock
 from test_logits import BASE, POLICIES, served
@@ -121,7 +121,6 @@ def without_windows(tmp_path_factory):
     make_tiny(path, "gemma3n_text")
     config = AutoConfig.from_pretrained(path, layer_types=["full_attention"] * 6)
     model = AutoModelForCausalLM.from_config(config)
-    add_unused(model)
     model.save_pretrained(path)
     return path
 

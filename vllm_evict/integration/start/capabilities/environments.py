@@ -257,12 +257,6 @@ SEVERAL = Environment(
     {},
     "use one KV connector without MultiConnector",
 )
-OLD_STORES = Environment(
-    "the KV connector {storing} on vLLM before 0.30",
-    lambda server: server.storing and not connectors.all_stores_tested(),
-    dict.fromkeys((MLA, STATES, WINDOWS, SEVERAL), UNTRIED),
-    "leave --kv-transfer-config and --kv-offloading-size out",
-)
 ASYNC_CONNECTOR = Environment(
     "the KV connector {connector} under async scheduling",
     lambda server: server.connector is not None and server.vllm_config.max_concurrent_batches > 1,
