@@ -69,8 +69,15 @@ def test_layers_reach_blocks_of_the_host(engine, models, poisoned, kind):
     test_reach.check_classes(engine, models(kind)[1], model=models(kind)[0])
 
 
-def test_layers_read_their_best_blocks(engine, models, poisoned):
-    test_read.check_classes(engine, models("gemma3n_text")[1], model=models("gemma3n_text")[0])
+@pytest.mark.both_runners("prompts-gemma3n_text")
+@pytest.mark.parametrize("kind", SHARING)
+@pytest.mark.parametrize("read_prompts", test_read.OF_PROMPTS.values(), ids=test_read.OF_PROMPTS)
+def test_layers_read_their_best_blocks(engine, models, poisoned, kind, read_prompts):
+    test_read.check_classes(engine, models(kind)[1], read_prompts=read_prompts, model=models(kind)[0])
+
+
+def test_prompts_that_are_shorter_change_no_bit(engine, models):
+    test_read.check_shorter(engine, model=models("gemma3n_text")[0])
 
 
 @pytest.mark.nightly
