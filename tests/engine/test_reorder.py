@@ -219,7 +219,6 @@ def test_weights_that_come_past_the_loaders_are_refused():
             check_reload(*args, **kwargs)
 
 
-@pytest.mark.since("0.30", "its loaders can't build models in their own way")
 def test_a_loader_that_builds_models_itself_is_refused(load, checkpoint, monkeypatch):
     from vllm.model_executor.model_loader.utils import initialize_model
 

@@ -42,7 +42,6 @@ SHOWN: dict[Environment | Feature, str] = {
     of.OTHER_CONNECTOR: "LMCacheConnectorV1, FlexKV, Mooncake's store, HF3FS, MoRIIO, HiSparse and KV connectors of your own",
     of.BOTH_WAYS: "bidirectional_kv_xfer",
     of.CONNECTOR: "KV connectors",
-    of.OLD_STORES: "OffloadingConnector, LMCacheMPConnector and SimpleCPUOffloadConnector on vLLM before 0.30",
     of.ASYNC_CONNECTOR: "KV connectors under async scheduling",
     of.BACKEND: "attention backends that are not [listed](#backends-and-model-runners)",
     of.WHOLE_LAYER_BACKEND: "the attention backend FLASHINFER with other kernels than TensorRT-LLM's (Blackwell)",

@@ -25,7 +25,7 @@ from vllm_evict.integration.engine.reconstruction import Reconstructions
 #: Whether this run is on Model Runner V2 (see preparation.py).
 V2 = os.environ.get("VLLM_EVICT_TEST_RUNNER") == "v2"
 
-#: vLLM 0.29 and 0.30 have no such method: a stand-in is patched in, which nothing calls.
+#: vLLM 0.30 has no such method: a stand-in is patched in, which nothing calls.
 REGISTER = "register_triton_kernel_overrides"
 
 

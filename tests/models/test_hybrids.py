@@ -11,7 +11,7 @@ import test_read
 import torch
 from engine import exactly, logprobs_of, random_prompt
 from latent import mended_rotation
-from linear import stand_in_for_mamba
+from linear import stand_in_for_gdn, stand_in_for_mamba
 from oracle.hybrids import HYBRIDS, DenseHybrid, make_tiny_hybrid
 from parity import assert_like_oracle
 from parts import published
@@ -133,9 +133,20 @@ def test_layers_reach_blocks_of_the_host(engine, hybrids, mended, whole_chunks, 
     test_reach.check_classes(engine, dense_of(hybrids, kind), **hybrids(kind))
 
 
-@pytest.mark.parametrize("kind", ["falcon_h1"])  # of `mended`
-def test_layers_read_their_best_blocks(engine, hybrids, mended, whole_chunks, poisoned, kind):
-    test_read.check_classes(engine, dense_of(hybrids, kind), **hybrids(kind))
+@pytest.mark.both_runners("prompts-falcon_h1", "prompts-qwen3_next")
+@pytest.mark.parametrize("kind", ["falcon_h1", "lfm2", "qwen3_next"])
+@pytest.mark.parametrize("read_prompts", test_read.OF_PROMPTS.values(), ids=test_read.OF_PROMPTS)
+def test_layers_read_their_best_blocks(engine, hybrids, mended, whole_chunks, poisoned, kind, read_prompts):
+    """GDN in float32: `stand_in_for_gdn` computes what vLLM's kernel does."""
+    if kind == "qwen3_next":
+        stand_in_for_gdn()
+    options = {**hybrids(kind), "dtype": "float32"}
+    test_read.check_classes(engine, dense_of(hybrids, kind), read_prompts=read_prompts, **options)
+
+
+@pytest.mark.parametrize("kind", ["falcon_h1", "qwen3_next"])
+def test_prompts_that_are_shorter_change_no_bit(engine, hybrids, whole_chunks, kind):
+    test_read.check_shorter(engine, **hybrids(kind))
 
 
 # --- prefix caching --------------------------------------------------------------------------------------------------
@@ -178,6 +189,29 @@ def test_states_of_a_reduced_context_are_published_nowhere(engine, hybrids, whol
     # The same prefix with another end: evicted again, from a hit.
     (output,), _ = server.traced([(prompt + random_prompt(100, 1), {"max_tokens": 4, "logprobs": 1})])
     assert output.num_cached_tokens == 576 and output.kv_usage.evicted_blocks > 0
+    server.assert_nothing_left()
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_states_of_prompts_that_read_less_are_published_nowhere(engine, hybrids, whole_chunks, name):
+    """The chunk that ends after 288 tokens is the first that reads less; who hits what is before it is stock's."""
+    kind, every = STATES[name]
+    options = {**hybrids(kind), **CACHED, "max_num_batched_tokens": 96, "prefix_cache_retention_interval": every}
+    server, stock = engine({"name": "full", **test_read.READ, "read_prompts": 256}, **options), engine(**options)
+    prompt, seen = random_prompt(600), {}
+
+    def look(server):
+        if server.scheduler.requests:
+            seen.update((manager, published(server, group)) for group, manager in enumerate(server.all_managers))
+
+    for _ in range(2):
+        server.add(prompt, max_tokens=40)
+        server.run(look)
+    for manager, blocks in seen.items():
+        assert blocks == (list(range(6)) if manager in server.managers else [2, 5] if every else [5])
+    for again in (prompt[:250], prompt[:200] + random_prompt(40, 1)):
+        ours, theirs = (each.generate([again], max_tokens=5, logprobs=0)[0] for each in (server, stock))
+        assert ours.num_cached_tokens == 192 and np.array_equal(logprobs_of(ours), logprobs_of(theirs))
     server.assert_nothing_left()
 
 

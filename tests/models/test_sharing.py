@@ -7,7 +7,7 @@ import test_reach
 import test_read
 from drafting import VOCAB, LayeredDrafter, serve
 from engine import random_prompt
-from oracle.logits import SHARING, DenseLogits, add_unused, make_assistant, make_tiny
+from oracle.logits import SHARING, DenseLogits, make_assistant, make_tiny
 from parity import assert_like_oracle
 from test_drafters import assert_full_is_stock
 from test_logits import BASE, POLICIES, served
@@ -69,8 +69,15 @@ def test_layers_reach_blocks_of_the_host(engine, models, poisoned, kind):
     test_reach.check_classes(engine, models(kind)[1], model=models(kind)[0])
 
 
-def test_layers_read_their_best_blocks(engine, models, poisoned):
-    test_read.check_classes(engine, models("gemma3n_text")[1], model=models("gemma3n_text")[0])
+@pytest.mark.both_runners("prompts-gemma3n_text")
+@pytest.mark.parametrize("kind", SHARING)
+@pytest.mark.parametrize("read_prompts", test_read.OF_PROMPTS.values(), ids=test_read.OF_PROMPTS)
+def test_layers_read_their_best_blocks(engine, models, poisoned, kind, read_prompts):
+    test_read.check_classes(engine, models(kind)[1], read_prompts=read_prompts, model=models(kind)[0])
+
+
+def test_prompts_that_are_shorter_change_no_bit(engine, models):
+    test_read.check_shorter(engine, model=models("gemma3n_text")[0])
 
 
 @pytest.mark.nightly
@@ -114,7 +121,6 @@ def without_windows(tmp_path_factory):
     make_tiny(path, "gemma3n_text")
     config = AutoConfig.from_pretrained(path, layer_types=["full_attention"] * 6)
     model = AutoModelForCausalLM.from_config(config)
-    add_unused(model)
     model.save_pretrained(path)
     return path
 

@@ -166,8 +166,15 @@ def test_layers_reach_blocks_of_the_host(engine, models, poisoned, layout):
     test_reach.check_classes(engine, DenseLlama(models(layout)), model=models(layout))
 
 
-def test_layers_read_their_best_blocks(engine, models, poisoned):
-    test_read.check_classes(engine, DenseLlama(models("in-turn")), model=models("in-turn"))
+@pytest.mark.both_runners("prompts")
+@pytest.mark.parametrize("read_prompts", test_read.OF_PROMPTS.values(), ids=test_read.OF_PROMPTS)
+def test_layers_read_their_best_blocks(engine, models, poisoned, read_prompts):
+    model = models("in-turn")
+    test_read.check_classes(engine, DenseLlama(model), read_prompts=read_prompts, model=model)
+
+
+def test_prompts_that_are_shorter_change_no_bit(engine, models):
+    test_read.check_shorter(engine, model=models("in-turn"))
 
 
 def test_several_groups_of_full_attention_have_no_host(engine, models):

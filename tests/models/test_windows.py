@@ -1,5 +1,6 @@
 """Windows, and chunks of local attention, that no request of the server can outgrow are full attention."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -113,13 +114,19 @@ def test_shorter_chunks_keep_their_blocks_themselves(engine, tmp_path, poisoned)
     server.assert_nothing_left()
 
 
+CHECKS = {"host": test_reach.check_classes, "decodes": test_read.check_classes}
+CHECKS["prompts"] = partial(test_read.check_classes, read_prompts=256)
+
+
 @pytest.mark.oracle("chunks of local attention")
-@pytest.mark.both_runners("test_reach")
-@pytest.mark.parametrize("check", [test_reach.check_classes, test_read.check_classes], ids=lambda each: each.__module__)
+@pytest.mark.both_runners("host", "prompts")
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
 def test_layers_beside_shorter_chunks_choose_what_they_read(engine, tmp_path, poisoned, check):
     """On the host, or on the device alone."""
     model = make_tiny(tmp_path / "model", "llama4_text")
     check(engine, DenseLogits(model), model=model)
+    if check is CHECKS["prompts"]:
+        test_read.check_shorter(engine, model=model)
 
 
 @pytest.mark.parametrize("backend", [on("triton"), on("fa3")], indirect=True)

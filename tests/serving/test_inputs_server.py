@@ -134,7 +134,6 @@ def send(server, sent):  # noqa: F811
     return answers
 
 
-@pytest.mark.since("0.30", "vLLM quotes what is wrong once for each type that it expected")
 def test_wrong_requests_are_the_clients_fault_and_cost_others_nothing(server):  # noqa: F811
     """Each gets a 4xx that says what is wrong; nothing is logged as an error; the books and a right answer are as before."""
     sent = list(itertools.islice(bodies(3, 1_000_000), CASES))

@@ -17,8 +17,6 @@ from vllm_evict.compute.kernels.signs import key_signs
 from vllm_evict.compute.reach import Reach
 from vllm_evict.integration.engine.reaching import Reaching
 
-pytestmark = pytest.mark.since("0.30", "its offloading connector has other hooks than the double of a host")
-
 BLOCK, LAYERS = 32, 2
 H2O = {"name": "h2o", "budget": 192, "recent": 64, "sink": 32, "allow": ["full", "keydiff", "sink-window"]}
 ANSWER = 140

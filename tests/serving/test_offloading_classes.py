@@ -21,8 +21,6 @@ from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_sh
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
-pytestmark = pytest.mark.since("0.30", "its offloading connector has other hooks than the double of a host")
-
 H2O = {"name": "h2o", "budget": 192, "recent": 64, "sink": 32, "allow": ["full"]}
 REACH = {"name": "full", "evict": "host", "host": "64MiB", "budget": 192, "recent": 64, "sink": 32, "buffer": 0}
 HOST = {"cpu_bytes_to_use": 64 << 20, "spec_name": "HostSpec", "spec_module_path": "connector", "delay": 3}

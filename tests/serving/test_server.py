@@ -11,13 +11,11 @@ import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from importlib.metadata import version
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
-from packaging.version import Version
 from ports import reserve_port
 
 from vllm_evict.integration.engine.tally import AUDIT_COUNTERS, AUDIT_SKIPPED, AUDIT_TARGET, HOST_COUNTERS, HOST_GAUGES
@@ -110,9 +108,8 @@ def running(model, log, *arguments):
 
 @pytest.fixture(scope="module")
 def server(tiny, tmp_path_factory):
-    scale_out = ["--enable-scale-out"] * (Version(version("vllm")) >= Version("0.30"))  # before, always on
     log = tmp_path_factory.mktemp("server") / "log.txt"
-    with running(tiny, log, "--enable-prompt-embeds", *scale_out) as server:
+    with running(tiny, log, "--enable-prompt-embeds", "--enable-scale-out") as server:
         yield server
 
 

@@ -96,7 +96,7 @@ SERVERS = {
         "split tokens kvzip context host read layers prompts scored",
     ),
     "diffusion": ({"model_config__is_diffusion": True}, ALL),
-    "chunks": (CHUNKS, "split tokens kvzip context audit layers prompts"),
+    "chunks": (CHUNKS, "split tokens kvzip context audit layers"),
     "Inkling": ({"model_config__architectures": ["InklingForConditionalGeneration"]}, ALL),
     "R-SWA": ({"model_config__rswa_window": 64}, ALL),
     "ALiBi": ({"model_config__uses_alibi": True}, ALL.replace("full ", "")),
@@ -117,9 +117,9 @@ SERVERS = {
         "split tokens kvzip context layers prompts scored",
     ),
     "latents beside states": ({**MLA, **HYBRID}, "split tokens kvzip context layers prompts scored audit"),
-    "states": (HYBRID, "split kvzip context layers prompts audit"),
-    "windows": (WINDOWS, "split kvzip context layers prompts audit"),
-    "shared caches": (text(num_kv_shared_layers=1), "split kvzip context layers prompts"),
+    "states": (HYBRID, "split kvzip context layers audit"),
+    "windows": (WINDOWS, "split kvzip context layers audit"),
+    "shared caches": (text(num_kv_shared_layers=1), "split kvzip context layers"),
     "another backend": ({"attention_config__backend": AttentionBackendEnum.FLEX_ATTENTION}, ALL),
     "FlashInfer": (
         {**CUDA, "attention_config__backend": AttentionBackendEnum.FLASHINFER},
@@ -311,7 +311,7 @@ SERVERS = {
 }
 #: Environments that other tests refuse, because a machine, an executor or a variable makes them.
 ELSEWHERE = {"OLD_GPU", "FP8_ON_OLD_GPU", "BATCH_INVARIANT", "RUST", "OLD_RAY", "SMALL_MACHINE", "OLD_V2", "LAUNCHER"}
-ELSEWHERE |= {"FEW_SIZES_BACKEND", "OLD_STORES"}
+ELSEWHERE |= {"FEW_SIZES_BACKEND"}
 
 
 def server_of(changes):
@@ -382,18 +382,6 @@ def test_methods_and_connectors_that_messages_name_are_served(layers, runner):
 def test_lmcaches_connector_comes_with_vllm():
     (message,) = refusals_of(**connector("LMCacheMPConnector", "kv_both", module="lmcache.integration.vllm"))
     assert ": leave kv_connector_module_path out, or leave --kv-policy out" in message
-
-
-def test_stores_beside_windows_and_others_before_their_tests(monkeypatch):
-    monkeypatch.setattr("vllm_evict.integration.start.connectors.all_stores_tested", lambda: False)
-    simple, parts = "SimpleCPUOffloadConnector", [role_of("NixlConnector"), role_of("OffloadingConnector")]
-    assert not refusals_of(**connector(simple, "kv_both")) and not refusals_of(**connector(), **WINDOWS)
-    several = connector("MultiConnector", "kv_both", parts=parts)
-    (beside,), (together,) = refusals_of(**connector(simple, "kv_both"), **WINDOWS), refusals_of(**several)
-    assert re.search(f"attention and the KV connector {simple} on vLLM before 0.30, which no test runs: leave", beside)
-    assert "MultiConnector and the KV connector OffloadingConnector on vLLM before 0.30" in together
-    (message,) = refusals_of(**connector("HF3FSKVConnector"), **WINDOWS)
-    assert simple not in message and "MultiConnector" not in message
 
 
 def test_every_environment_of_the_table_has_been_met():

@@ -333,18 +333,11 @@ INVARIANTS = [
             ("_build_connector_meta", ">=0.33"),
         )
     ),
-    *(
-        Invariant(
-            "SimpleCPUOffloadConnector stores blocks by their own hashes",
-            "blocks computed over holes would be stored",
-            f"vllm.v1.simple_kv_offload.manager:SimpleCPUOffloadScheduler.{function}",
-            (code,),
-            releases,
-        )
-        for function, code, releases in (
-            ("_prepare_eager_store_specs", "bhash_with_group = gpu_block.block_hash", "<0.30"),
-            ("_process_store_completion", "primary_hash = gpu_block.block_hash", ">=0.30"),
-        )
+    Invariant(
+        "SimpleCPUOffloadConnector stores blocks by their own hashes",
+        "blocks computed over holes would be stored",
+        "vllm.v1.simple_kv_offload.manager:SimpleCPUOffloadScheduler._process_store_completion",
+        ("primary_hash = gpu_block.block_hash",),
     ),
     Invariant(
         "frees that are deferred wait for the steps in flight",

@@ -95,6 +95,11 @@ def _read_alike(rng, sizes):
     return {"name": "full", "sink": sizes["sink"], "recent": 1, **read, "hold": rng.choice([1, 3]), "leaders": 2}
 
 
+def _read_prompts(rng, sizes):
+    prompts = {"read_prompts": sizes["sink"] * rng.choice([6, 8])} if rng.random() < 0.6 else {}
+    return _read_alike(rng, sizes) | prompts
+
+
 def _by_block(rng, sizes):
     return _pressure(rng, sizes) if rng.random() < 0.3 else _blocks(rng, sizes)
 
@@ -131,9 +136,12 @@ BY_NAME = {
     "reach-drafts-latent": ("latent", _reach),
     "reach-drafts-gdn": ("qwen3_next", _reach),
     "read-drafts": ("drafted", _read_alike),
-    "read-windows": ("windows", _read_alike),
+    "read-windows": ("windows", _read_prompts),
+    "read-chunks": ("llama4_text", _read_prompts),
+    "read-shared": ("gemma3n_text", _read_prompts),
     "read-latent": ("latent", _read_alike),
-    "read-hybrid": ("falcon_h1", _read_alike),
+    "read-hybrid": ("falcon_h1", _read_prompts),
+    "read-gdn": ("qwen3_next", _read_prompts),
     "hybrid": ("falcon_h1", _blocks),
     "hybrid-tokens": ("falcon_h1", _tokens),
     "gdn": ("qwen3_next", _blocks),
@@ -237,7 +245,7 @@ def make_case(number, kind=None, smallest=False):
     drafts = kind.removeprefix("reach-") if kind in DRAFTERS else ""
     size = 32 if V2 else rng.choice([32, 32, 32, 64])
     sizes = {"budget": size * rng.choice([4, 5, 6]), "sink": size, "recent": size, "buffer": rng.choice([0, size])}
-    if model in ("windows", "drafted-windows", "drafted-window", "llama4_text"):
+    if model in ("windows", "drafted-windows", "drafted-window", "llama4_text", "gemma3n_text"):
         size = 32
         sizes = {"budget": 160, "sink": 32, "recent": 32, "buffer": rng.choice([0, 32])}
     if model == "latent":
@@ -278,7 +286,10 @@ def make_case(number, kind=None, smallest=False):
         "reach-windows": 2,
         "reach-hybrid": 2,
         "read-windows": 2,
+        "read-chunks": 2,
+        "read-shared": 2,
         "read-hybrid": 2,
+        "read-gdn": 3,
         "hybrid-tokens": 2,
         "gdn": 3,
         "drafts-windows": 3,

@@ -36,6 +36,7 @@ MODELS = {
     "windows": {"layers": 4, "windows": [48, 0, 48, 0]},
     "latent": {},
     "llama4_text": {},
+    "gemma3n_text": {},
     "mimo_v2_flash": {},
     "drafted": MODEL,
     "drafted-windows": {**MODEL, "layers": 4, "windows": [48, 0, 48, 0]},
@@ -70,7 +71,7 @@ class Models:
                 make_searched(path.parent, SEARCHED[name])
             elif name == "latent":
                 make_latent(path, "DeepseekV3ForCausalLM")
-            elif name in ("llama4_text", "mimo_v2_flash"):
+            elif name in ("llama4_text", "gemma3n_text", "mimo_v2_flash"):
                 make_tiny(path, name)
             elif name in HYBRIDS:
                 make_tiny_hybrid(path, name)

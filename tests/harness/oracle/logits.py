@@ -4,7 +4,6 @@ keys and values of unlike dimensions (MiMo-V2), chunks of local attention (Llama
 transformers computes everything but attention; attention is written out here, under explicit masks.
 """
 
-from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -71,7 +70,6 @@ def make_tiny(path: Path, kind: str, **sizes: int) -> Path:
         for layer in model.model.layers if kind in ("gpt_oss", *UNLIKE) else ():
             if layer.self_attn.sinks is not None:
                 layer.self_attn.sinks.data = torch.tensor(SINKS) + torch.randn(len(SINKS))
-    add_unused(model)
     config.update(UNLIKE_IN_VLLM if kind in UNLIKE else {})
     model.save_pretrained(path)
     write_tokenizer(path, config.vocab_size, MAX_LEN)
@@ -90,14 +88,6 @@ def make_assistant(path: Path, model: Path) -> Path:
         torch.manual_seed(1)
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
     return path
-
-
-def add_unused(model: torch.nn.Module) -> None:
-    """Add norms of keys to layers that read another's cache: vLLM 0.29 wants them, though nothing uses them."""
-    for layer in model.model.layers:
-        attention = layer.self_attn
-        if hasattr(attention, "q_norm") and not hasattr(attention, "k_norm"):
-            attention.k_norm = deepcopy(attention.q_norm)
 
 
 class DenseLogits:

@@ -4,8 +4,6 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from packaging.version import Version
-
 from ...config import KVPolicyError
 
 #: vLLM's connectors that bring a prompt's blocks from the engine that computed it, and hand blocks on when asked to.
@@ -86,11 +84,6 @@ def hands_on(vllm_config: Any, params: Any) -> bool:
         return False
     roles = [each.kv_role for each in parts(transfer) if each.kv_connector in ARRIVING]
     return bool(roles) and "kv_consumer" not in roles
-
-
-def all_stores_tested() -> bool:
-    """Return whether tests run connectors of `OFFLOADING` beside windows and others on this vLLM: 0.30 and later."""
-    return bool(Version(version("vllm")) >= Version("0.30"))
 
 
 def prefills_alone(vllm_config: Any) -> bool:

@@ -23,9 +23,9 @@ from ...config import KVPolicyError
 from .sources import FUNCTIONS, Found, Sources
 
 #: Releases whose sources hold all that the guard asks for (tests/compat/test_guard.py).
-TESTED = ("0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
+TESTED = ("0.30.0", "0.31.0", "0.32.0", "0.33.0")
 #: Those of them whose own builds the tests have been run on (benchmarks/results/versions has the results).
-RUN = ("0.29.0", "0.30.0", "0.31.0", "0.32.0")
+RUN = ("0.30.0", "0.31.0", "0.32.0")
 #: Modules whose content some releases have in another module: where it was -> where it went.
 MOVED = {  # vLLM 0.33
     "vllm.entrypoints.launchers.cli_args": "vllm.entrypoints.common.cli_args",
@@ -82,7 +82,7 @@ def import_moved(module: str, name: str) -> Any:
 def waiting_with_blocks(scheduler: Any) -> list[Any]:
     """Return the requests that wait and hold blocks, like sessions between two turns.
 
-    vLLM 0.29 and 0.30 have no queue of their own for them: they are among those that a step skips.
+    vLLM 0.30 has no queue of their own for them: they are among those that a step skips.
     """
     queue = getattr(scheduler, "kv_holding_waiting", None)
     if queue is None:
@@ -93,7 +93,7 @@ def waiting_with_blocks(scheduler: Any) -> list[Any]:
 def any_waits(scheduler: Any) -> bool:
     """Return whether any request is in a queue that a step admits from, idle sessions included. If not, it admits none.
 
-    vLLM 0.29 and 0.30 have `skipped_waiting`, later releases `kv_holding_waiting`.
+    vLLM 0.30 has `skipped_waiting`, later releases `kv_holding_waiting`.
     """
     return any(getattr(scheduler, queue, ()) for queue in ("waiting", "kv_holding_waiting", "skipped_waiting"))
 
@@ -101,7 +101,7 @@ def any_waits(scheduler: Any) -> bool:
 def most_in_window(manager: Any) -> int:
     """Return the most blocks that vLLM sets aside for a request by a sliding window's manager.
 
-    vLLM 0.29 and 0.30 keep the number under a private name.
+    vLLM 0.30 keeps the number under a private name.
     """
     name = "max_admission_blocks_per_request"
     return getattr(manager, name) if hasattr(manager, name) else getattr(manager, f"_{name}")

@@ -192,7 +192,7 @@ STATES = Environment(
         SPLIT: "which belong to no layer",
         KVZIP: "where the prefix cache lacks states to repeat a prompt",
         CONTEXT: "whose states keep the positions that keys lose",
-        **dict.fromkeys((READ_OF_LAYERS, PROMPTS), UNTRIED),
+        READ_OF_LAYERS: UNTRIED,
     },
 )
 WINDOWS = Environment(
@@ -203,7 +203,6 @@ WINDOWS = Environment(
         KVZIP: "where the prefix cache lacks their blocks to repeat a prompt",
         CONTEXT: "where only these layers may have positions",
         READ_OF_LAYERS: "among which the first layers are not counted",
-        PROMPTS: UNTRIED,
     },
 )
 SHARED = Environment(
@@ -211,7 +210,7 @@ SHARED = Environment(
     lambda server: server.shares,
     {
         SPLIT: "which a layer without a cache can't read",
-        **dict.fromkeys((KVZIP, CONTEXT, READ_OF_LAYERS, PROMPTS), UNTRIED),
+        **dict.fromkeys((KVZIP, CONTEXT, READ_OF_LAYERS), UNTRIED),
     },
 )
 
@@ -257,12 +256,6 @@ SEVERAL = Environment(
     lambda server: server.connector == "MultiConnector",
     {},
     "use one KV connector without MultiConnector",
-)
-OLD_STORES = Environment(
-    "the KV connector {storing} on vLLM before 0.30",
-    lambda server: server.storing and not connectors.all_stores_tested(),
-    dict.fromkeys((MLA, STATES, WINDOWS, SEVERAL), UNTRIED),
-    "leave --kv-transfer-config and --kv-offloading-size out",
 )
 ASYNC_CONNECTOR = Environment(
     "the KV connector {connector} under async scheduling",

@@ -373,12 +373,6 @@ class Server:
         return self.connector in connectors.OFFLOADING and self.connector != connectors.LMCACHE and not chunks
 
     @property
-    def storing(self) -> str:
-        """The server's first connector of those that store blocks of the prefix cache (`OFFLOADING`); else ""."""
-        names = {each.kv_connector for each in self.connectors}
-        return next((name for name in connectors.OFFLOADING if name in names), "")
-
-    @property
     def other_connector(self) -> str:
         """A connector that is not served, and whether it is the user's own; "" if there is none."""
         for each in self.connectors:
@@ -393,13 +387,12 @@ class Server:
         """How a connector that is served takes the place of one that is not."""
         if self.other_connector.removesuffix(" of your own") in connectors.SERVED:
             return "leave kv_connector_module_path out"
-        several = ", or MultiConnector of these" * connectors.all_stores_tested()
-        return f"use {self.served_connectors}{several}"
+        return f"use {self.served_connectors}, or MultiConnector of these"
 
     @property
     def served_connectors(self) -> str:
         """Connectors that are served beside the model's layers."""
-        stores: tuple[str, ...] = connectors.OFFLOADING if self.beside is None or connectors.all_stores_tested() else ()
+        stores: tuple[str, ...] = connectors.OFFLOADING
         if self.states or self.slides:
             stores = tuple(name for name in stores if name not in connectors.ONE_TABLE)
         return one_of((*connectors.ARRIVING[:4], *stores))
