@@ -210,6 +210,7 @@ ON = {  # device, model, further flags -> what the first line has
         "and hold 68 blocks of 32 tokens, under full all their blocks; model runner V2"
     ),
     ("h200", "llama", ("--pipeline-parallel-size", "2")): "model runner V2",
+    ("h200", "llama", ("--enable-auto-tool-choice",)): "vLLM: Error: --enable-auto-tool-choice requires --tool-call",
     ("h200", "llama", ("--attention-backend", "FLASHMLA")): "the attention backend FLASHMLA: set --attention-backend",
     ("h200", "llama", ("--tensor-parallel-size", "16")): "vLLM: World size (16) is larger than the number",
     ("b200", "llama", ()): "model runner V2, async scheduling; attention backend FLASHINFER",
@@ -239,6 +240,20 @@ def test_what_vllm_decides_for_a_device(ask, device):
         assert says in lines[0], lines
         assert status == any(word in says for word in REFUSING)
     assert len(answers) == len(cases)
+
+
+def test_files_and_memory_of_the_server_are_elsewhere(ask):
+    """What vLLM reads from the tokenizer or a template, and blocks on the host, need another machine's files and memory."""
+    front = ["--reasoning-parser", "qwen3", "--chat-template", "no/such.jinja"]
+    host = ["--kv-policy", json.dumps({"name": "full", "evict": "host", "host": "64TiB", "budget": 4096})]
+    (front_end, first), (small, second), (here, (refused,)) = (
+        *ask("h200", ["llama", *front], ["llama", *host]),
+        *ask("cpu", ["llama", *host]),
+    )
+    assert front_end == small == 0 and here == 1
+    assert first[2] == "Not tried here: --chat-template, --reasoning-parser"
+    assert second[2] == f"Not tried here: memory for host ({64 << 40} bytes of each engine)"
+    assert f"host: {64 << 40} bytes on a machine of" in refused
 
 
 def test_every_refusal_is_printed(folders):

@@ -22,6 +22,8 @@ from .start import stand_in
 DEFAULT = "h2o-pressure"
 #: Where vLLM has the flags of its server.
 CLI_ARGS = "vllm.entrypoints.launchers.cli_args"
+#: Arguments of the front end for which vLLM reads a template, or the tokenizer, and what stands for none of them.
+UNREAD = {"chat_template": None, "reasoning_parser": "", "reasoning_config": None}
 HELP = f"""Whether a server starts under a KV policy: prints what its start-up line says first, with exit status 0, or
 each refusal and the way around it, with exit status 1. Needs vLLM, and neither the device nor the model's weights.
 MODEL is a folder with a config.json, or a name that the local Hub cache has. FLAGS are all flags of vllm serve; without
@@ -120,9 +122,13 @@ def accepted(flags: Sequence[str]) -> list[str]:
     check_layers(vllm_config, config, Layers(backend=backend, whose=", which vLLM takes"))
     held = describe.held_before_layers(config, vllm_config)
     unknown = "KV groups, and backends and sizes of single layers"
+    untried = list(arguments.unread)
+    if config.reaches and vllm_config.device_config.device_type != "cpu":
+        untried.append(f"memory for host ({config.host} bytes of each engine)")
     return [
         f"{describe.facts(config, held or '', vllm_config)}; attention backend {backend}",
         f"Not known before layers are made: {'blocks that a request holds, ' * (held is None)}{unknown}",
+        *([f"Not tried here: {', '.join(untried)}"] if untried else []),
     ]
 
 
@@ -132,10 +138,11 @@ def refusals_of(error: KVPolicyError) -> Sequence[str]:
 
 
 class _Parsed(argparse.Namespace):
-    """Arguments of `vllm serve`."""
+    """Arguments of `vllm serve`, and the flags of `UNREAD` that were left out of them."""
 
     model: str
     revision: str | None
+    unread: list[str]
 
 
 def _parse(flags: Sequence[str]) -> _Parsed:
@@ -161,10 +168,9 @@ def _parse(flags: Sequence[str]) -> _Parsed:
     additional = arguments.additional_config
     if arguments.kv_policy is None and not (isinstance(additional, dict) and "kv_policy" in additional):
         arguments.kv_policy = DEFAULT
-    try:
-        import_moved(CLI_ARGS, "validate_parsed_serve_args")(arguments)
-    except (TypeError, ValueError) as error:
-        raise _vllms(error) from None
+    arguments.unread = [f"--{name.replace('_', '-')}" for name in UNREAD if getattr(arguments, name, None)]
+    vars(arguments).update(UNREAD)
+    _tried(import_moved(CLI_ARGS, "validate_parsed_serve_args"), arguments)
     return arguments
 
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from . import machine
+
 
 @dataclass(frozen=True)
 class Device:
@@ -86,6 +88,8 @@ def become(device: str) -> None:
 
     platforms.current_platform = _cpu() if facts.capability is None else _gpu(facts)
     if facts.capability is not None:
+        # The device is in another machine.
+        machine.memory_bytes = lambda: sys.maxsize
         _with_kernels()
         _with_torch(facts)
     _inspect_here()
