@@ -251,12 +251,9 @@ def parse_arguments() -> argparse.Namespace:
         group.add_argument(f"--{size.name.replace('_', '-')}", type=int, default=size.default)
     options = parser.parse_args()
     options.block_size = options.block_size or (OTHERS[options.model][2] if options.model in OTHERS else 0) or 32
-    # Split heads, host blocks and prompts that read less are refused beside states and latents.
-    known = [
-        name
-        for name, policy in cases(options).items()
-        if options.model == "llama" or not {"pattern", "evict", "read_prompts"} & set(policy or ())
-    ]
+    # Split heads are refused beside states and latents, prompts that read less with latents; the host is a Llama's.
+    without = {"llama": set(), "hybrid": {"pattern", "evict"}}.get(options.model, {"pattern", "evict", "read_prompts"})
+    known = [name for name, policy in cases(options).items() if not without & set(policy or ())]
     options.cases = choose_cases(parser, options.cases, known)
     if options.model in OTHERS and options.step:
         parser.error("--step is measured of a Llama; leave --model out")

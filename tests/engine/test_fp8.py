@@ -17,7 +17,7 @@ from parity import assert_like_oracle, assert_tokens_like_oracle, oracle_config
 from test_context import CHUNK, CONTEXT, WINDOW
 from test_oracle_parity import POLICIES
 from test_reach import REACH, assert_reaches_like_dense
-from test_read import READ, assert_reads_like_dense
+from test_read import OF_PROMPTS, READ, assert_reads_like_dense
 from vllm.model_executor.layers.attention import Attention
 
 DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -81,10 +81,12 @@ def test_full_and_budgets_that_cover_a_request_are_stock(engine, dtype):
         assert answers(policy) == stock
 
 
-def test_decodes_choose_blocks_by_boxes_of_what_keys_stand_for(fp8_engine, tiny):
-    server, dense = fp8_engine(tiny, {"name": "full", **READ, "hold": 1}, "fp8", max_num_batched_tokens=192)
+@pytest.mark.parametrize("read_prompts", OF_PROMPTS.values(), ids=OF_PROMPTS)
+def test_layers_choose_blocks_by_what_keys_stand_for(fp8_engine, tiny, read_prompts):
+    policy = {**READ, "hold": 1, "read_prompts": read_prompts}
+    server, dense = fp8_engine(tiny, {"name": "full", **policy}, "fp8", max_num_batched_tokens=192)
     (answered,) = server.answered([(random_prompt(400, 3), {"max_tokens": 40, "logprobs": 0})])
-    assert assert_reads_like_dense(tiny, *answered, dense=dense, atol=NOISE, **READ, hold=1) > 20
+    assert assert_reads_like_dense(tiny, *answered, dense=dense, atol=NOISE, **policy) > 20
     server.assert_nothing_left()
 
 

@@ -30,6 +30,7 @@ CHOOSING = {
     "host": REACH,
     "full": {"name": "full", **READ},
     "leaders": {"name": "full", **READ, "leaders": 2},
+    "prompts": {"name": "full", **READ, "read_prompts": 224},
     "sink-window": {"name": "sink-window", "budget": 224, "buffer": 32, "sink": 32, "allow": []},
 }
 
@@ -50,12 +51,13 @@ def check_drafts(engine, model, dense, monkeypatch, config=NGRAM, double=Drafter
         compare, evicted = assert_reads_like_dense, 2 * (policy["name"] != "full")
         # Of five blocks a policy that evicts reads one of recent tokens, whatever it protects.
         like |= {"sink": 32, "recent": 1 if evicted else 32}
-    like |= {field: policy[field] for field in policy.keys() & {"leaders"}}
+    like |= {field: policy[field] for field in policy.keys() & {"leaders", "read_prompts"}}
 
     def check(*answered):
         chosen.append(compare(None, *answered, **like))
 
-    sizes = {"lengths": (310, 120), "tokens": 180, "evicted": evicted}
+    lengths = (120, 310) if "read_prompts" in policy else (310, 120)  # its chunks read less beside drafts
+    sizes = {"lengths": lengths, "tokens": 180, "evicted": evicted}
     served = serve(engine, model, {**FIELDS, **policy}, check, monkeypatch, config, double, **sizes, **options)
     assert min(chosen) > 5 and (double is Drafter or served.runs > 50)
 
@@ -66,10 +68,11 @@ def test_rows_with_drafts_choose_by_the_largest_share_of_their_queries(engine, m
     check_drafts(engine, model, DenseLlama(model), monkeypatch)
 
 
-def test_a_budget_that_covers_all_drafts_as_stock_does(engine, tiny):
+@pytest.mark.parametrize("policy", [REACH, {"name": "full", "read": 512, "read_prompts": 512}], ids=["host", "prompts"])
+def test_a_budget_that_covers_all_drafts_as_stock_does(engine, tiny, policy):
     prompts, answers = [random_prompt(40, seed) * 3 for seed in range(3)], []
-    for policy in (REACH, None):
-        server = engine(policy, speculative_config=NGRAM)
+    for each in (policy, None):
+        server = engine(each, speculative_config=NGRAM)
         outputs = server.generate(prompts, max_tokens=80, logprobs=0)
         answers.append(([each.outputs[0].token_ids for each in outputs], accepted(server)))
     assert answers[0] == answers[1] and answers[0][1][0] > 0
@@ -99,8 +102,11 @@ def test_layers_of_drafters_read_what_stays_on_the_device(engine, drafted, monke
 
 
 @pytest.mark.oracle("full attention")
-@pytest.mark.both_runners("eagle-sink-window")
-@pytest.mark.parametrize("drafter, name", [("ngram", "full"), ("ngram", "leaders"), ("eagle", "sink-window")])
+@pytest.mark.both_runners("eagle-sink-window", "eagle-prompts")
+@pytest.mark.parametrize(
+    "drafter, name",
+    [("ngram", "full"), ("ngram", "leaders"), ("ngram", "prompts"), ("eagle", "sink-window"), ("eagle", "prompts")],
+)
 def test_rows_with_drafts_read_their_best_blocks(engine, drafted, monkeypatch, drafter, name):
     """A drafter's layers read all resident blocks."""
     model, config, reference = drafted["eagle"]

@@ -10,13 +10,17 @@ from test_read import READ as BLOCKS
 pytestmark = pytest.mark.minutes
 
 
-@pytest.mark.parametrize("name, kv_heads", [("leaders", 2), ("listed", 2), ("keybound", 2), ("full", 1)])
+@pytest.mark.parametrize(
+    "name, kv_heads", [("leaders", 2), ("listed", 2), ("keybound", 2), ("full", 1), ("prompts-box", 2)]
+)
 def test_answers_are_those_of_a_dense_model_whose_ranks_choose(ranked_engine, tmp_path, name, kv_heads):
     """Freed blocks are NaN. With one KV head both ranks have it, and choose for queries of their own."""
     fields, model = CASES[name], make_tiny_llama(tmp_path, layers=5, kv_heads=kv_heads)
     policy = {"read": 256, **fields} if "name" in fields else {"name": "full", **BLOCKS, **fields}
     server = ranked_engine(policy, model=model, max_num_batched_tokens=192)
-    given = {field: policy[field] for field in policy.keys() & {"hold", "leaders", "dense_layers"}}
+    given = {
+        field: policy[field] for field in policy.keys() & {"hold", "leaders", "dense_layers", "index", "read_prompts"}
+    }
     chosen = 0
     for answered in server.answered(random_requests((700, 50), (230, 80), (500, 40))):
         chosen += assert_reads_like_dense(model, *answered, ranks=2, **BLOCKS, **given)

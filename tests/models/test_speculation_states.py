@@ -70,7 +70,7 @@ def test_evictions_and_logprobs_match_transformers(engine, model, dense, monkeyp
 
 @pytest.mark.oracle("hybrids")
 @pytest.mark.both_runners("mtp-host")
-@pytest.mark.parametrize("drafter, name", [("ngram", "host"), ("mtp", "host"), ("mtp", "full")])
+@pytest.mark.parametrize("drafter, name", [("ngram", "host"), ("mtp", "host"), ("mtp", "full"), ("mtp", "prompts")])
 def test_rows_with_drafts_choose_what_they_read(engine, model, dense, monkeypatch, drafter, name):
     """On the host, or on the device alone. In float32: `stand_in_for_gdn` computes what vLLM's kernel does."""
     stand_in_for_gdn()

@@ -91,7 +91,8 @@ def test_evictions_and_logprobs_match_the_dense_oracle(engine, folders, dense, m
 @pytest.mark.oracle("sliding windows")
 @pytest.mark.both_runners("eagle-host")
 @pytest.mark.parametrize(
-    "drafter, name", [("ngram", "host"), ("eagle", "host"), ("sliding", "host"), ("eagle", "full")]
+    "drafter, name",
+    [("ngram", "host"), ("eagle", "host"), ("sliding", "host"), ("eagle", "full"), ("sliding", "prompts")],
 )
 def test_rows_with_drafts_choose_what_they_read(engine, folders, dense, monkeypatch, drafter, name):
     """On the host, or on the device alone."""
@@ -131,7 +132,7 @@ def test_drafts_in_parallel_match_the_dense_oracle(engine, folders, dense, monke
 
 
 @pytest.mark.oracle("chunks of local attention")
-@pytest.mark.parametrize("name", ["host", "full"])
+@pytest.mark.parametrize("name", ["host", "full", "prompts"])
 def test_rows_with_drafts_choose_what_they_read_beside_chunks(engine, tmp_path, monkeypatch, name):
     model = make_tiny(tmp_path / "model", "llama4_text", vocab_size=VOCAB)
     policy = test_reach_drafts.CHOOSING[name]

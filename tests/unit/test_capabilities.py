@@ -147,16 +147,16 @@ SERVERS = {
         "h2o tokens kvzip context read layers prompts scored max mean pressure audit host",
     ),
     "no prefix cache": (UNCACHED, "kvzip"),
-    "n-grams": (drafts("ngram"), "kvzip context layers prompts scored mean audit"),
-    "n-grams on V2": ({**drafts("ngram"), **V2}, "kvzip context layers prompts scored mean audit"),
+    "n-grams": (drafts("ngram"), "kvzip context layers scored mean audit"),
+    "n-grams on V2": ({**drafts("ngram"), **V2}, "kvzip context layers scored mean audit"),
     "n-grams beside cached states": ({**drafts("ngram"), **HYBRID}, ALL),
     "n-grams beside cached states on V2": (
         {**drafts("ngram"), **HYBRID, **V2},
-        "split tokens kvzip context layers prompts scored mean audit",
+        "split tokens kvzip context layers scored mean audit",
     ),
     "n-grams beside uncached states": (
         {**drafts("ngram"), **HYBRID, **UNCACHED},
-        "split tokens kvzip context layers prompts scored mean audit",
+        "split tokens kvzip context layers scored mean audit",
     ),
     "n-grams beside latents and states": (
         {**drafts("ngram"), **HYBRID, **MLA, **UNCACHED},
@@ -165,7 +165,7 @@ SERVERS = {
     "MTP beside latents and states": ({**drafts("mtp"), **HYBRID, **MLA, **UNCACHED}, ALL),
     "n-grams beside chunks": (
         {**drafts("ngram"), **CHUNKS},
-        "split tokens kvzip context layers prompts scored mean audit",
+        "split tokens kvzip context layers scored mean audit",
     ),
     "EAGLE beside chunks": ({**drafts("eagle"), **CHUNKS}, ALL),
     "EAGLE beside unlike keys and values": ({**drafts("eagle"), **UNLIKE}, ALL),
@@ -176,26 +176,26 @@ SERVERS = {
     "DSpark on V1": (drafts("dspark", parallel=True), ALL),
     "DSpark": (
         {**drafts("dspark", parallel=True), **V2},
-        "split tokens kvzip context layers prompts scored mean audit",
+        "split tokens kvzip context layers scored mean audit",
     ),
     "n-grams on a GPU, on V1": (drafts("ngram_gpu"), ALL),
     "n-grams on a GPU, on V2": (
         {**drafts("ngram_gpu"), **V2},
-        "kvzip context layers prompts scored mean audit",
+        "kvzip context layers scored mean audit",
     ),
     "DFlash on V1": (drafts("dflash", parallel=True), ALL),
     "DFlash": (
         {**drafts("dflash", parallel=True), **V2},
-        "split tokens kvzip context layers prompts scored mean audit",
+        "split tokens kvzip context layers scored mean audit",
     ),
     "DFlash beside latents": ({**drafts("dflash", parallel=True), **V2, **MLA}, ALL),
     "DSpark beside states": (
         {**drafts("dspark", parallel=True), **V2, **HYBRID},
-        "split tokens kvzip context layers prompts scored mean audit",
+        "split tokens kvzip context layers scored mean audit",
     ),
     "DFlash beside windows": (
         {**drafts("dflash", parallel=True), **V2, **WINDOWS},
-        "split tokens kvzip context layers prompts scored mean audit",
+        "split tokens kvzip context layers scored mean audit",
     ),
     "DFlash by another architecture": (
         {
@@ -207,16 +207,16 @@ SERVERS = {
     "adaptive verification": (drafts("mtp", enable_adaptive_verification=True), ALL),
     "several MTP modules": (
         drafts("mtp", use_multi_module_mtp=lambda: True),
-        "split kvzip context layers prompts scored mean audit",
+        "split kvzip context layers scored mean audit",
     ),
     "several MTP modules on V2": ({**drafts("mtp", use_multi_module_mtp=lambda: True), **V2}, ALL),
     "another method": (drafts("medusa"), ALL),
     "as many drafts as a block has tokens": (drafts("ngram", 16), ALL),
-    "MTP": (drafts("mtp"), "split kvzip context layers prompts scored mean audit"),
+    "MTP": (drafts("mtp"), "split kvzip context layers scored mean audit"),
     "MTP in parallel": (drafts("mtp", parallel=True), ALL),
     "MTP under async scheduling": (
         {**drafts("mtp"), **ASYNC},
-        "split tokens kvzip context layers prompts scored mean audit",
+        "split tokens kvzip context layers scored mean audit",
     ),
     "MTP beside latents": (
         {**drafts("mtp"), **MLA},
@@ -228,7 +228,7 @@ SERVERS = {
     ),
     "MTP beside windows": (
         {**drafts("mtp"), **WINDOWS},
-        "split tokens kvzip context layers prompts scored mean audit",
+        "split tokens kvzip context layers scored mean audit",
     ),
     "a draft model beside windows": ({**drafts("draft_model"), **WINDOWS}, ALL),
     "EAGLE beside latents": (

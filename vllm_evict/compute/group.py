@@ -193,7 +193,7 @@ class GroupRuntime:
         works = works or any(probe.is_active for probe in self.probes)
         if not works and not self.with_holes:
             return metadata, None
-        cut = self.source.cut(metadata, len(self.batch.req_ids))
+        cut = self.source.cut(metadata, self.batch)
         batch = StepBatch(self.batch, self._plan, self.holes, metadata, cut=cut)
         if self.has_view:
             if cut is None:

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from .kernels.logits import logits_of, soft_capped
+from .kernels.reach import SCRATCH
 from .probes import LayerCall
 
 
@@ -32,6 +33,8 @@ class OwnBlocks:
     def logits(self, call: LayerCall, table: torch.Tensor) -> torch.Tensor:
         """Return the logit of all own tokens together for each query of the step; of no tile, of no token.
 
+        Keys and values of as many tiles at once are read as `SCRATCH` has room for.
+
         Args:
             call: of a layer, whose cache has the step's tokens.
             table: int32 [R', W], physical blocks.
@@ -39,12 +42,16 @@ class OwnBlocks:
         Returns:
             float32 [T, H]
         """
-        blocks = table[self._rows, self._blocks]
-        keys, _ = call.ops.read(call.layer, call.kv_cache, blocks.flatten().long(), False)
-        keys = keys.float().unflatten(0, blocks.shape).transpose(1, 2).flatten(2, 3)  # [R, Hkv, N, D]
-        query = call.query[self._queries].float().unflatten(2, (keys.shape[1], -1)) * call.layer.impl.scale
         soft_cap, sinks = logits_of(call.layer).values()
-        logits = soft_capped(torch.einsum("rqhgd,rhnd->rqhgn", query, keys), soft_cap)
-        own = logits.masked_fill(self._hidden[:, :, None, None], -torch.inf).logsumexp(-1).flatten(2)
-        own = torch.full(call.query.shape[:2], -torch.inf).index_put_((self._queries,), own)
+        own = torch.full(call.query.shape[:2], -torch.inf)
+        at_once = max(SCRATCH // (4 * self._blocks.shape[1] * call.kv_cache[0].numel()), 1)
+        of_tiles = (each.split(at_once) for each in (self._rows, self._blocks, self._queries, self._hidden))
+        for rows, places, queries, hidden in zip(*of_tiles):
+            blocks = table[rows, places]
+            keys, _ = call.ops.read(call.layer, call.kv_cache, blocks.flatten().long(), False)
+            keys = keys.float().unflatten(0, blocks.shape).transpose(1, 2).flatten(2, 3)  # [r, Hkv, N, D]
+            query = call.query[queries].float().unflatten(2, (keys.shape[1], -1)) * call.layer.impl.scale
+            logits = soft_capped(torch.einsum("rqhgd,rhnd->rqhgn", query, keys), soft_cap)
+            logits = logits.masked_fill(hidden[:, :, None, None], -torch.inf)
+            own.index_put_((queries,), logits.logsumexp(-1).flatten(2))
         return own if sinks is None else torch.logaddexp(own, sinks.float())

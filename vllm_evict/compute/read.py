@@ -15,6 +15,7 @@ import torch
 from ..config import KVPolicyConfig
 from ..config.sizes import TILE
 from ..core.plan import RoomOf
+from .batch import Batch
 from .holes import Start
 from .kernels.reach import OF_ROWS, ReachRows
 from .kernels.signs import TILE_QUERIES
@@ -58,10 +59,10 @@ class Read(Reach):
         prompts = self._config.read_blocks(shape.block_size, prompts=True)[0] if self.cuts else 0
         return max(self._room_of.blocks, prompts)
 
-    def cut(self, metadata: Any, live: int) -> Cut | None:
+    def cut(self, metadata: Any, batch: Batch) -> Cut | None:
         if not self.cuts:
             return None
-        return cut(metadata, live, self._config.read_blocks(self.block_size, prompts=True)[0] * self.block_size, TILE)
+        return cut(metadata, batch, self._config.read_blocks(self.block_size, prompts=True)[0] * self.block_size, TILE)
 
     def begin(self, start: Start) -> None:
         """Choose anew for requests that ended, started, or lost blocks."""

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ..core.offload import Copy
+from .batch import Batch
 from .parts import Part
 from .probes import LayerCall
 from .step_batch import StepBatch
@@ -99,12 +100,12 @@ class Source(Part):
         """Whether the step's view gets other blocks than the resident ones: a drafter's layers have their own then."""
         return self.staging > 0 or self.writes
 
-    def cut(self, metadata: Any, live: int) -> Cut | None:
+    def cut(self, metadata: Any, batch: Batch) -> Cut | None:
         """Return the step's batch with rows cut, if parts of them read different blocks.
 
         Args:
             metadata: vLLM's `CommonAttentionMetadata`.
-            live: rows that are no padding.
+            batch: of the step.
         """
         return None
 

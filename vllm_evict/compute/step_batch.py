@@ -76,7 +76,8 @@ class StepBatch:
         self.longest = int(self.resident_tokens.max())
         self.starts: np.ndarray = metadata.query_start_loc_cpu[: len(self.req_ids) + 1].numpy()
         self.queries, self.written = np.diff(self.starts), metadata.block_table_tensor
-        self.verified, self.slack = batch.verified_queries(self.queries), batch.slack()
+        self.verified, slack = batch.verified_queries(self.queries) if cut is None else cut.verified, batch.slack()
+        self.slack = slack if cut is None or slack is None else slack[cut.rows]
         verified = self.queries if self.verified is None else self.verified
         self.chunks = verified if cut is None else cut.chunks
         self.rows: dict[str, Row] = {}

@@ -135,7 +135,9 @@ BY_NAME = {
     "reach-drafts-windows": ("drafted-window", _reach),
     "reach-drafts-latent": ("latent", _reach),
     "reach-drafts-gdn": ("qwen3_next", _reach),
-    "read-drafts": ("drafted", _read_alike),
+    "read-drafts": ("drafted", _read_prompts),
+    "read-drafts-windows": ("drafted-window", _read_prompts),
+    "read-drafts-gdn": ("qwen3_next", _read_prompts),
     "read-windows": ("windows", _read_prompts),
     "read-chunks": ("llama4_text", _read_prompts),
     "read-shared": ("gemma3n_text", _read_prompts),
@@ -164,7 +166,8 @@ DRAFTERS = {
 for kind in DRAFTERS if V2 else ():
     DRAFTERS[kind] += ["DSPARK"] * (kind not in ("drafts-latent", "drafts-chunks"))
 DRAFTERS |= {f"reach-{kind}": DRAFTERS[kind] for kind in ("drafts", "drafts-windows", "drafts-latent", "drafts-gdn")}
-DRAFTERS["read-drafts"] = DRAFTERS["connected"] = DRAFTERS["drafts"]
+DRAFTERS |= {f"read-{kind}": DRAFTERS[kind] for kind in ("drafts", "drafts-windows", "drafts-gdn")}
+DRAFTERS["connected"] = DRAFTERS["drafts"]
 _ON_HOST = {"cpu_bytes_to_use": 16 << 20, "spec_name": "HostSpec", "spec_module_path": "connector"}
 #: Connectors of the kind "connected", as of `Case.options`; doubles stand for what is behind them (connector.py).
 CONNECTORS = [
@@ -242,7 +245,7 @@ def make_case(number, kind=None, smallest=False):
     kind = kind or list(KINDS)[number % len(KINDS)]
     like = random.Random(f"like {number}").choice(LIKE.get(kind, [kind]))
     model, (_, make_policy) = {**KINDS, **BY_NAME}[kind][0], {**KINDS, **BY_NAME}[like]
-    drafts = kind.removeprefix("reach-") if kind in DRAFTERS else ""
+    drafts = kind.removeprefix("reach-").removeprefix("read-") if kind in DRAFTERS else ""
     size = 32 if V2 else rng.choice([32, 32, 32, 64])
     sizes = {"budget": size * rng.choice([4, 5, 6]), "sink": size, "recent": size, "buffer": rng.choice([0, size])}
     if model in ("windows", "drafted-windows", "drafted-window", "llama4_text", "gemma3n_text"):

@@ -70,9 +70,10 @@ class Chooser:
 
         `decodes`: whether the step's queries choose; None: one does. All read the blocks `later`, which drafts begin.
         """
-        if not (len(base) == 1 if decodes is None else decodes) or len(resident) <= self.blocks:
+        decodes = len(base) == 1 if decodes is None else decodes
+        if not decodes or len(resident) <= self.blocks:
             self.held, self.steps = {}, 0
-            return self.of_prompt(base) if self.of_prompts and len(base) > 1 else base
+            return self.of_prompt(base) if self.of_prompts and not decodes else base
         self.step(resident)
         of_block = torch.arange(base.shape[1]) // self.size
         always = resident[: self.sinks] + resident[-self.recent :]

@@ -5,7 +5,6 @@ from ....config.features import (
     CONTEXT,
     KVZIP,
     MEAN,
-    PROMPTS,
     READ_OF_LAYERS,
     READ_OF_SOME,
     SPLIT,
@@ -47,7 +46,7 @@ SPECULATION = Environment(
         KVZIP: "which has no drafts for the requests that repeat prompts",
         MEAN: "where the queries of drafts do not count",
         READ_OF_LAYERS: "whose rows have one length for all layers",
-        **dict.fromkeys((READ_OF_SOME, PROMPTS), UNTRIED),
+        READ_OF_SOME: UNTRIED,
     },
     "leave --speculative-config out",
 )
