@@ -107,18 +107,17 @@ def accepted(flags: Sequence[str]) -> list[str]:
     """
     arguments = _parse(flags)
     _look_for_model("MODEL", arguments.model, arguments.revision)
+    drafts = arguments.speculative_config
+    drafter = drafts.get("model") if isinstance(drafts, dict) else None
+    if isinstance(drafter, str) and "/" in drafter:  # "ngram" is none
+        _look_for_model('"model" in --speculative-config', drafter, drafts.get("revision"))
+    vllm_config = _tried(_configured, arguments)
     # Imported here: the modules need a vLLM whose platform is known.
     from .engine.spec import policy_config
     from .start import advice, connectors, describe
     from .start.capabilities.refuse import check_layers
     from .start.capabilities.server import Layers, named_backend
-    from .start.drafters import WITHOUT_LAYERS
 
-    drafts = arguments.speculative_config
-    drafter = drafts.get("model") if isinstance(drafts, dict) and drafts.get("method") not in WITHOUT_LAYERS else None
-    if isinstance(drafter, str) and drafter not in WITHOUT_LAYERS:
-        _look_for_model('"model" in --speculative-config', drafter, drafts.get("revision"))
-    vllm_config = _tried(_configured, arguments)
     config = policy_config(vllm_config)
     if connectors.prefills_alone(vllm_config):
         return [f"KV policy {config.name}: {connectors.PREFILLS}"]
