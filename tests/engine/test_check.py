@@ -93,6 +93,11 @@ HOSTILE = {
     "no object": (["list"], "config.json got list; expected a JSON object"),
     "unknown flag": (["llama", "--no-such-flag"], "unrecognized arguments: --no-such-flag"),
     "unknown policy": (["llama", "--kv-policy", "h3o"], "unknown KV policy 'h3o'"),
+    "no such drafter": (
+        ["llama", "--speculative-config", '{"method": "eagle3", "model": "no/such-drafter"}'],
+        "\"model\" in --speculative-config got 'no/such-drafter'; expected a folder with a config.json",
+    ),
+    "drafts of no kind": (["llama", "--speculative-config", "3"], "vLLM can't tell here: "),
     "no such file of flags": (["llama", "--config", "/no/such.yaml"], "/no/such.yaml"),
 }
 
@@ -212,6 +217,10 @@ ON = {  # device, model, further flags -> what the first line has
     ("h200", "llama", ("--pipeline-parallel-size", "2")): "model runner V2",
     ("h200", "llama", ("--enable-auto-tool-choice",)): "vLLM: Error: --enable-auto-tool-choice requires --tool-call",
     ("h200", "llama", ("--attention-backend", "FLASHMLA")): "the attention backend FLASHMLA: set --attention-backend",
+    ("h200", "llama", ("--tensor-parallel-size", "4", "--distributed-executor-backend", "ray")): "model runner V2",
+    ("h200", "llama", ("--enable-sleep-mode",)): "model runner V2, async scheduling; attention backend FLASH_ATTN",
+    ("h200", "llama", ("--speculative-config", '{"model": "ngram", "num_speculative_tokens": 3}')): "model runner V2",
+    ("h200", "llama", ("--speculative-config", '{"model": 5}')): "vLLM: Input should be a valid string",
     ("h200", "llama", ("--tensor-parallel-size", "16")): "vLLM: World size (16) is larger than the number",
     ("b200", "llama", ()): "model runner V2, async scheduling; attention backend FLASHINFER",
     ("b200", "llama", ("--tensor-parallel-size", "4", "--quantization", "fp8")): "attention backend FLASHINFER",

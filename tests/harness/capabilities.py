@@ -10,6 +10,7 @@ from vllm_evict.integration.start.capabilities import drafting
 from vllm_evict.integration.start.capabilities import environments as of
 from vllm_evict.integration.start.capabilities.environment import Environment
 from vllm_evict.integration.start.capabilities.environments import ENVIRONMENTS
+from vllm_evict.integration.start.capabilities.server import NGRAM
 
 #: What a row is about, where messages name it by facts of a server, or where models of the kind have names.
 SHOWN: dict[Environment | Feature, str] = {
@@ -82,7 +83,7 @@ CODE = re.compile(
 
 def words(text: str) -> str:
     """Return a text of the table without facts of a server, with code in backticks."""
-    return CODE.sub(r"`\1`", re.sub(r"\{[^}]*\}", "…", text))
+    return CODE.sub(r"`\1`", re.sub(r"\{[^}]*\}", "…", text.replace("{ngram}", NGRAM)))
 
 
 def shown(part: Environment | Feature) -> str:

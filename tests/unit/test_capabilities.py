@@ -121,6 +121,7 @@ SERVERS = {
     "windows": (WINDOWS, "split kvzip context layers audit"),
     "shared caches": (text(num_kv_shared_layers=1), "split kvzip context layers"),
     "another backend": ({"attention_config__backend": AttentionBackendEnum.FLEX_ATTENTION}, ALL),
+    "another backend on a GPU": ({**CUDA, "attention_config__backend": AttentionBackendEnum.FLEX_ATTENTION}, ALL),
     "FlashInfer": (
         {**CUDA, "attention_config__backend": AttentionBackendEnum.FLASHINFER},
         "split layers prompts scored",

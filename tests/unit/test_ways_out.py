@@ -59,6 +59,11 @@ def reconnected(before, policy, _):
     return [(before | connector(transfer.kv_connector, transfer.kv_role), policy)]
 
 
+def to_ngram(before, policy, found):
+    asynchronous = {} if found[1] else before
+    return [(changed(before | drafts("ngram"), {name: asynchronous.get(name) for name in ASYNC}), policy)]
+
+
 def to_method(name, before):
     return drafts(name, parallel=name in IN_PARALLEL) if name not in ("or", "to") else None
 
@@ -82,6 +87,8 @@ def without_kvzip(policy):
     return {**policy, "name": "h2o" if policy["name"] == "kvzip" else policy["name"], "allow": []}
 
 
+#: What makes scheduling asynchronous. vLLM refuses it beside n-grams.
+ASYNC = ("scheduler_config__async_scheduling", "max_concurrent_batches")
 PLAIN = {"name": "sink-window", "allow": []}
 #: Words of a message -> (server, policy, match) -> servers and policies of who does what they advise. None: there is no policy.
 WAYS = {
@@ -108,7 +115,7 @@ WAYS = {
     r'set "num_speculative_tokens" in --speculative-config to less than 16': redrafted(num_speculative_tokens=15),
     r'set "num_speculative_tokens": 1 in --speculative-config': redrafted(num_speculative_tokens=1, use_multi_module_mtp=None),
     r'set "method" in --speculative-config to (?:one of )?((?:\w+(?:, | or )?)+).*': each(to_method),
-    r'set "method": ("ngram") in --speculative-config': each(to_method),
+    r'set "method": "ngram" in --speculative-config(, without --async-scheduling)?': to_ngram,
     r"serve on vLLM's CPU or CUDA engine": server(device_config__device_type=None),
     r"set --attention-backend to (.*)": each(to_backend),
     r"set --decode-context-parallel-size 1 and --prefill-context-parallel-size 1": server(
@@ -120,7 +127,7 @@ WAYS = {
     r"set --max-model-len (\d+) or less, .*": lambda before, policy, found: server(
         model_config__max_model_len=int(found[1])
     )(before, policy, found),
-    r"set --no-async-scheduling": server(scheduler_config__async_scheduling=None, max_concurrent_batches=None),
+    r"set --no-async-scheduling": server(**dict.fromkeys(ASYNC)),
     r"use --tensor-parallel-size in place of --pipeline-parallel-size": server(
         parallel_config__pipeline_parallel_size=None
     ),
@@ -175,7 +182,10 @@ def test_each_way_out_leaves_what_was_refused_and_ends_at_a_server(name):
         for what, ways in messages_of(changes, policy).items():
             for way in ways:
                 for after in taken(way, changes, policy):
-                    assert what not in messages_of(*after), (what, way)
+                    refused = messages_of(*after)
+                    assert what not in refused, (what, way)
+                    assert "backend" not in way or not any("backend" in other for other in refused), (way, refused)
+                    assert "ngram" not in way or not after[0].get(ASYNC[0]), way
         for _ in range(MOST):
             if not (refused := messages_of(changes, policy)):
                 break

@@ -106,7 +106,11 @@ def accepted(flags: Sequence[str]) -> list[str]:
         KVPolicyError: the server would not start.
     """
     arguments = _parse(flags)
-    _look_for_model(arguments.model, arguments.revision)
+    _look_for_model("MODEL", arguments.model, arguments.revision)
+    drafts = arguments.speculative_config
+    drafter = drafts.get("model") if isinstance(drafts, dict) else None
+    if isinstance(drafter, str) and "/" in drafter:  # "ngram" is none
+        _look_for_model('"model" in --speculative-config', drafter, drafts.get("revision"))
     vllm_config = _tried(_configured, arguments)
     # Imported here: the modules need a vLLM whose platform is known.
     from .engine.spec import policy_config
@@ -142,6 +146,7 @@ class _Parsed(argparse.Namespace):
 
     model: str
     revision: str | None
+    speculative_config: Any
     unread: list[str]
 
 
@@ -174,8 +179,13 @@ def _parse(flags: Sequence[str]) -> _Parsed:
     return arguments
 
 
-def _look_for_model(model: str, revision: str | None) -> None:
-    """See whether the model's configuration is here, and JSON.
+def _look_for_model(given: str, model: str, revision: str | None) -> None:
+    """See whether the configuration of a model is here, and JSON.
+
+    Args:
+        given: what names the model, for messages.
+        model: folder, or name in the Hub.
+        revision: of the name.
 
     Raises:
         CheckError: it is not.
@@ -191,7 +201,7 @@ def _look_for_model(model: str, revision: str | None) -> None:
             file = None
         if not isinstance(file, str):
             raise CheckError(
-                f"MODEL got {shown(model)}; expected a folder with a config.json, or a name in the local Hub cache"
+                f"{given} got {shown(model)}; expected a folder with a config.json, or a name in the local Hub cache"
             )
     if not os.path.exists(file):
         return  # vLLM reads other formats too

@@ -51,10 +51,11 @@ DEVICES = {
 DEVICES_OF_HOST = 8
 #: CUDA of the host.
 CUDA_MAJOR = 13
-#: Libraries that come with a vLLM for NVIDIA's GPUs; those that are installed are imported as they are.
+#: Libraries that come with a vLLM for NVIDIA's GPUs, and Ray; those that are installed are imported as they are.
 COMPILED = (
     "flashinfer",
     "flashinfer_cubin",
+    "ray",
     "vllm._C_stable_libtorch",
     "vllm._flashmla_C",
     "vllm._flashmla_extension_C",
@@ -137,6 +138,9 @@ def _gpu(facts: Device) -> Any:
         @classmethod
         def device_count(cls) -> int:
             return DEVICES_OF_HOST
+
+        def is_cumem_allocator_available(self) -> bool:
+            return True
 
         @classmethod
         def get_cuda_runtime_major(cls) -> int:
@@ -248,9 +252,10 @@ class _Any(type):
 
 
 def _named(name: str) -> Any:
+    """Return a class with a name. What it makes is false, as are answers of a Ray that was not started."""
     if name.startswith("__"):
         raise AttributeError(name)
-    return _Any(name, (), {})
+    return _Any(name, (), {"__bool__": lambda self: False})
 
 
 class _Empty(ModuleType):

@@ -12,7 +12,6 @@ from ....config.features import (
 )
 from .. import drafters
 from .environment import UNTRIED, Environment
-from .server import NGRAM
 
 #: Methods of speculative decoding that are served.
 METHODS = (*drafters.WITHOUT_LAYERS, *drafters.WITH_LAYERS)
@@ -73,7 +72,7 @@ DRAFTER = Environment(
     "speculative decoding by {drafts.method!r}",
     lambda server: server.drafter,
     {SPLIT: "which the drafter's layers do not have"},
-    NGRAM,
+    "{ngram}",
 )
 ASYNC_DRAFTS = Environment(
     "speculative decoding by {drafts.method!r} under async scheduling",
@@ -82,7 +81,7 @@ ASYNC_DRAFTS = Environment(
         TOKENS: "where the host does not know how many drafts of the step before were accepted, on which depends which "
         "tokens it compacts",
     },
-    f"set --no-async-scheduling, or {NGRAM}",
+    "set --no-async-scheduling, or {ngram}",
 )
 DRAFTER_BESIDE = Environment(
     "speculative decoding by {drafts.method!r} beside {beside}",
@@ -94,7 +93,7 @@ PARALLEL_DRAFTER = Environment(
     "speculative decoding by {drafts.method!r} in parallel",
     lambda server: server.drafter and server.drafts.parallel_drafting and not server.in_parallel,
     {ANY: UNTRIED},
-    f'leave "parallel_drafting" out of --speculative-config, or {NGRAM}',
+    'leave "parallel_drafting" out of --speculative-config, or {ngram}',
 )
 ADAPTIVE = Environment(
     "adaptive verification of drafts",
@@ -106,7 +105,7 @@ MANY_MODULES = Environment(
     "several modules for multi-token prediction (MTP) on Model Runner V2",
     lambda server: server.runner == "V2" and getattr(server.drafts, "use_multi_module_mtp", bool)(),
     {ANY: UNTRIED},
-    f'set "num_speculative_tokens": 1 in --speculative-config, or {NGRAM}',
+    'set "num_speculative_tokens": 1 in --speculative-config, or {ngram}',
 )
 IN_PARALLEL = Environment(
     "speculative decoding by {drafts.method!r}",

@@ -280,6 +280,8 @@ class Server:
     @property
     def served_backends(self) -> str:
         on_cpu, on_gpu = LATENT[:2] if self.model.use_mla else BACKENDS[:1], self._device_backends
+        if len(self.config.classes) > 1 and not advice.takes_no_plan(self.vllm_config):
+            on_gpu = tuple(name for name in on_gpu if name not in WHOLE_LAYERS)
         return f"{advice.all_of(on_cpu)}, and on a GPU {advice.all_of(advice.working(self.vllm_config, on_gpu))}"
 
     @property
@@ -346,14 +348,19 @@ class Server:
         return method not in LAYERED[self.beside]
 
     @property
+    def ngram(self) -> str:
+        """How n-grams take a drafter's place. vLLM has no async scheduling with them."""
+        return NGRAM + (", without --async-scheduling" if self.scheduler.async_scheduling else "")
+
+    @property
     def ngram_by_token(self) -> str:
-        """How n-grams take a drafter's place beside `granularity: token`; "" beside states, where they do not."""
-        return "" if self.states else NGRAM
+        """The same beside `granularity: token`; "" beside states, where n-grams do not run."""
+        return "" if self.states else self.ngram
 
     @property
     def other_drafter(self) -> str:
         if not (layered := LAYERED[self.beside]):
-            return NGRAM
+            return self.ngram
         return f'set "method" in --speculative-config to {one_of(layered)}, if the model has layers for it, or to ngram'
 
     @property
@@ -403,7 +410,7 @@ class Server:
         if windows.chunks(self.vllm_config):
             # vLLM switches its manager off for these, too.
             if self.drafts is not None and self.drafts.use_eagle():
-                return NGRAM
+                return self.ngram
             if not envs.VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE:
                 return "set VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE=1"
         for each in self.connectors:
