@@ -110,6 +110,14 @@ FAILED = {
                          "sink": 1, "recent": 7}, "chunk": 20, "length": 77, "extra": 11, "long": 8},
  "ops": [{"at": 5, "id": "r1", "length": 75, "family": 1, "tokens": 3, "n": 3}]}
 """,
+    # A third request hit, as the second one had in the same step, what the first one was computing in it.
+    "blocks on the host that their step computes": """
+{"settings": {"policy": {"name": "full", "evict": "host", "host": 381067, "when": "pressure", "budget": 8, "buffer": 11,
+                         "sink": 4, "recent": 0}, "chunk": 32, "length": 179, "extra": 16},
+ "ops": [{"at": 5, "id": "r15", "length": 73, "family": 1, "shared": 36, "tokens": 90, "ask": {"kv_usage": true}},
+         {"at": 6, "id": "r19", "length": 178, "family": 1, "shared": 178, "tokens": 20, "n": 2, "hot": true},
+         {"at": 6, "id": "r20", "length": 46, "family": 1, "shared": 23, "n": 3, "ask": {"kv_policy": "full"}}]}
+""",
     "a session with a context in the smallest pool": """
 {"settings": {"policy": {"name": "random", "sink": 0, "recent": 0, "buffer": 0, "budget": 1, "context": 24},
               "length": 90},

@@ -95,7 +95,7 @@ class Worker:
         sampled = []
         for req_id, count in output.num_scheduled_tokens.items():
             sampled.append(self._verify(req_id, starts[req_id], count, drafts.get(req_id, 0)))
-            self._write(req_id, starts[req_id], count)
+            self._write(req_id, starts[req_id], count, drafts.get(req_id, 0))
         for req_id, count in output.num_scheduled_tokens.items():
             self._read(req_id, starts[req_id], count)
         for req_id, told in zip(output.num_scheduled_tokens, sampled):
@@ -339,12 +339,12 @@ class Worker:
         row.computed = end + accepted
         return tokens
 
-    def _write(self, req_id: str, start: int, count: int) -> None:
+    def _write(self, req_id: str, start: int, count: int, drafts: int) -> None:
         row, bs, end = self.rows[req_id], self.block, start + count
-        if self._reads_less(row, count, end):
+        if self._reads_less(row, count - drafts, end - drafts):
             row.reduced, self.counts.read_less = True, self.counts.read_less + 1
         if self.host is not None:
-            row.reduced |= self.host.reads_less(row, self.groups[0], count)
+            row.reduced |= self.host.reads_less(row, self.groups[0], count - drafts)
         values = row.known[start:end].copy()
         values[row.computed - start :] = POISON + np.uint64(row.nonce)  # drafts that were rejected
         if row.reduced:

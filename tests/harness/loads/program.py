@@ -190,6 +190,7 @@ class Maker:
         self.drafts, self.host = drafts, host
         #: Of its own, so that other programs of a seed stay what they were.
         self.reads = random.Random(f"select {seed}")
+        self.reads_beside = random.Random(f"select beside {seed}")
         self.allocates = random.Random(f"allocate {seed}")
         self.chunks = random.Random(f"chunks {seed}")
         self.audits, self.audited = audits, random.Random(f"audit {seed}")
@@ -298,13 +299,13 @@ class Maker:
 
     def _reading(self, settings: Settings) -> Settings:
         """The same settings, or for some policies those of a server whose decodes read a part of their blocks."""
-        policy, beside = settings.policy, settings.drafts or settings.window
-        if policy is None or beside or self.reads.random() > 0.3 or "evict" in policy:
+        policy, reads = settings.policy, self.reads_beside if settings.drafts or settings.window else self.reads
+        if policy is None or reads.random() > 0.3 or "evict" in policy:
             return settings
         own = policy.get("retrieval") or policy
         if "read" not in POLICIES[own["name"]].options or "allocate" in own:
             return settings
-        chosen = reading(self.reads, own, settings.block, LAYERS)
+        chosen = reading(reads, own, settings.block, LAYERS)
         chosen = replace(settings, policy=chosen if own is policy else {**policy, "retrieval": chosen})
         return settings if parsed(chosen) is None else chosen
 

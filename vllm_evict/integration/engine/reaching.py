@@ -189,10 +189,16 @@ class Reaching(Staging):
     def _settled(self, logical: int, physical: int) -> bool:
         """Return whether a block of the prefix cache is computed by the steps before the one being planned."""
         block, end = self._cache.block_pool.blocks[physical], (logical + 1) * self._manager.block_size
-        return block.ref_cnt == 0 or any(
-            each.num_computed_tokens >= end and self._manager.req_to_blocks[each.request_id][logical] is block
+        if block.ref_cnt == 0:
+            return True
+        tables = self._manager.req_to_blocks
+        # Of the requests that have it, one that starts in this step counts what it hits as computed.
+        computed = [
+            each.num_computed_tokens
             for each in self._scheduler.running
-        )
+            if block in tables.get(each.request_id, ())[logical : logical + 1]
+        ]
+        return min(computed, default=0) >= end
 
     def on_start(self, plan: EvictionPlan, req_id: str, blocks: Sequence[RequestBlocks]) -> bool:
         """Order workers to bring what a request has on the device from the host, and to read the rest there."""
