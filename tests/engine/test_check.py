@@ -266,10 +266,11 @@ def test_files_and_memory_of_the_server_are_elsewhere(ask):
 
 
 def test_every_refusal_is_printed(folders):
-    """The command itself, on a device of each kind of which no more than facts are known."""
+    """The command itself, before a pasted one, on a device of each kind of which no more than facts are known."""
     flags = ["--kv-sharing-fast-prefill", "--scheduler-cls", "a.B"]
     command = [sys.executable, "-c", "from vllm_evict.cli import main; main()", "check", "--device", "gb200"]
-    done = subprocess.run([*command, folders["llama"], *flags], capture_output=True, text=True, timeout=300)
+    command += ["vllm", "serve", folders["llama"], *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     scheduler, fast = done.stdout.splitlines()
     assert (
         done.returncode == 1 and "fast prefill over shared caches" in fast and "leave --scheduler-cls out" in scheduler

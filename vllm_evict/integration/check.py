@@ -65,6 +65,8 @@ def _own(argv: Sequence[str]) -> tuple[str, list[str]]:
         raise CheckError(str(error)) from None
     if own.device not in stand_in.DEVICES:
         raise CheckError(f"--device got {shown(own.device)}; expected one of {', '.join(stand_in.DEVICES)}")
+    if flags[:2] == ["vllm", "serve"]:  # of a command that was pasted whole
+        del flags[:2]
     if not flags:
         raise CheckError("check got no MODEL; expected a folder with a config.json, or a name in the local Hub cache")
     return own.device, flags
