@@ -1,21 +1,23 @@
 """Which commands of vLLM's recipe book a KV policy serves, by device: asks the plugin's own configuration.
 
     python benchmarks/recipes.py BOOK [--devices h200 b200] [--policies sink-window h2o adakv] [--rows FILE.csv]
-        [--servers single prefill decode simple lmcache] [--speculation]
+        [--servers single prefill decode simple lmcache printed] [--speculation]
 
 BOOK is a checkout of https://github.com/vllm-project/recipes. For each language model it recommends one command on a
 device: the default variant on one node, with the features that are not opt-in (`single`). Some models may prefill and
 decode on separate servers (`prefill`, `decode`), most may keep blocks of the prefix cache in host memory (`simple`,
-`lmcache`), by the book's own flags. The book lacks the configurations of
-these models. So one model stands for each class of recipes.json, in sizes of published models, and gets the flags of
-the commands, without those of front ends, images and experts; so do drafters, of recipes.json too. With
---speculation only recipes with a drafter count, and it is on. Nothing is loaded and no device is needed, as for
-`vllm-evict check`.
+`lmcache`), by the book's own flags. Its texts print further commands, for devices of all kinds (`printed`). The book
+lacks the configurations of these models. So one model stands for each class of recipes.json, in sizes of published
+models, and gets the flags of the commands, without those of front ends, images and experts; so do drafters, of
+recipes.json too. With --speculation only recipes with a drafter count, and it is on. Nothing is loaded and no device is
+needed, as for `vllm-evict check`.
 """
 
 import argparse
 import csv
 import json
+import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -23,6 +25,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +45,9 @@ LEFT_OUT = {
     *("--mm-encoder-tp-mode", "--mm-processor-cache-gb", "--limit-mm-per-prompt", "--enable-expert-parallel"),
 }
 #: What a recipe's server may be, beside the recommended one.
-SERVERS = ("single", "prefill", "decode", "simple", "lmcache")
+SERVERS = ("single", "prefill", "decode", "simple", "lmcache", "printed")
+#: What follows `vllm serve` in a text: a line of a shell, with those that a backslash joins to it.
+PRINTED = re.compile(r"vllm serve ((?:[^\n`\\]|\\[\s\S])+)")
 ASK = """
 import json, sys
 from vllm_evict.integration import check
@@ -78,6 +83,9 @@ def commands(book: Path, device: str, server: str = "single", speculates: bool =
 
     With `speculates`, models that have drafters alone, with these on.
     """
+    if server == "printed":
+        yield from {(each.of["class"], each.recipe, each.flags): each for each in printed(book)}.values()
+        return
     taxonomy = yaml.safe_load((book / "taxonomy.yaml").read_text())
     profile = taxonomy["hardware_profiles"][device]
     for file in sorted(book.glob("models/*/*.yaml")):
@@ -85,7 +93,7 @@ def commands(book: Path, device: str, server: str = "single", speculates: bool =
         recipe = yaml.safe_load(file.read_text())
         if speculates and DRAFTS not in (recipe.get("features") or {}):
             continue
-        of = next((each for each in CLASSES if any(fnmatchcase(name, known) for known in each["recipes"])), None)
+        of = _class_of(name)
         if of is None or recipe["meta"].get("hardware", {}).get(device) == "unsupported":
             continue
         strategy, flags = recipe.get("default_strategy", "single_node_tp"), []
@@ -101,6 +109,28 @@ def commands(book: Path, device: str, server: str = "single", speculates: bool =
                 continue
             flags = offload["args"]
         yield Command(name, of, tuple(_kept(recommended(recipe, device, profile, strategy, server, flags, speculates))))
+
+
+def printed(book: Path) -> Iterator[Command]:
+    """Yield the commands of the book's texts, without variables in front of them, and without placeholders."""
+    for file in sorted((*book.glob("models/*/*.yaml"), *book.glob("*/*.md"))):
+        for line in PRINTED.findall(file.read_text()):
+            try:
+                words = shlex.split(line.replace("\\\n", " "))
+            except ValueError:  # a value that goes on in the next line
+                continue
+            model, *flags = takewhile(lambda word: word not in ("#", "|", "&", "&&", ">"), words)
+            of = _class_of(model) or _class_of(f"{file.parent.name}/{file.stem}")
+            if of is not None and not re.search(r"[<$]|\.\.\.|--omni", line):
+                dashed = (re.sub("^--[a-z_-]+", lambda flag: flag[0].replace("_", "-"), word) for word in flags)
+                split = (word.split("=", 1) if word.startswith("--") else [word] for word in dashed)
+                yield Command(model, of, tuple(_kept(sum(split, []))))
+
+
+def _class_of(name: str) -> dict[str, Any] | None:
+    """Return the entry of `CLASSES` of a model, by organisation and name."""
+    known = ((each, pattern.lower()) for each in CLASSES for pattern in each["recipes"])
+    return next((each for each, pattern in known if fnmatchcase(name.lower(), pattern)), None)
 
 
 def recommended(

@@ -64,6 +64,31 @@ def test_commands_and_counts(recipes, tmp_path, monkeypatch, capsys):
     assert "single, b200, adakv: 2 not served: why" in said and len(rows.read_text().splitlines()) == 4
 
 
+def test_commands_that_texts_print(recipes, tmp_path):
+    """Lines that a backslash joins, in fences and between backticks, each once; no placeholders."""
+    guide = """
+    VLLM_USE_X=1 vllm serve qwen/Qwen3-8B \\
+        --tensor_parallel_size=2 -cc.mode=3 \\
+        --speculative_config '{"method": "mtp", "num_speculative_tokens": 1}'  # or more
+    `vllm serve Qwen/Qwen3-8B-FP8 --max-model-len 4096 --host 0.0.0.0` and again
+    vllm serve Qwen/Qwen3-8B-FP8 --max-model-len 4096 --port 1 | tee log
+    vllm serve nvidia/Renamed-FP4 -tp 8
+    vllm serve Qwen/Qwen3-8B --max-model-len $LENGTH
+    vllm serve Qwen/Qwen3-8B --speculative-config '{
+    """
+    file = tmp_path / "models/Qwen/Qwen3-32B.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(guide)
+    given = {command.recipe: command.flags for command in recipes.commands(tmp_path, "b200", "printed")}
+    drafts = ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}')
+    assert given == {
+        "qwen/Qwen3-8B": ("--tensor-parallel-size", "2", "-cc.mode=3", *drafts),
+        "Qwen/Qwen3-8B-FP8": ("--max-model-len", "4096"),
+        "nvidia/Renamed-FP4": ("-tp", "8"),
+    }
+    assert len(list(recipes.commands(tmp_path, "b200", "printed"))) == 3
+
+
 def test_drafters_have_stand_ins(recipes, tmp_path):
     (tmp_path / "taxonomy.yaml").write_text(yaml.safe_dump(PROFILES))
     write(tmp_path, "Qwen/Qwen3-8B")
