@@ -263,6 +263,8 @@ class Maker:
             chunk, long = max(chunk, (1 + drafts) * seqs), settings.long and max(settings.long, 1 + drafts)
             settings = replace(settings, chunk=chunk, long=long, drafts=drafts, accepted=pick((*ACCEPTED, "any")))
             settings = replace(settings, drafter=pick(DRAFTERS))
+            if settings.drafter == "draft_model":  # vLLM keeps a token of the step for each request's drafter
+                settings = replace(settings, chunk=max(chunk, (2 + drafts) * seqs))
         if policy is None:
             return settings
         if self.faithful:
