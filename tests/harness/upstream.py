@@ -16,6 +16,7 @@ import os
 
 if policy := os.environ.get("UPSTREAM_POLICY"):
     import tests.v1.core.utils as core
+    import tests.v1.kv_connector.unit.utils as connectors
 
     from vllm_evict.integration.engine.scheduler import AsyncEvictionScheduler, EvictionScheduler
     from vllm_evict.integration.engine.spec import EvictableSpec
@@ -25,8 +26,9 @@ if policy := os.environ.get("UPSTREAM_POLICY"):
     def with_policy(*args, **kwargs):
         return make_config(*args, **kwargs, additional_config={"kv_policy": json.loads(policy)})
 
-    core.VllmConfig, core.FullAttentionSpec = with_policy, EvictableSpec
-    core.Scheduler, core.AsyncScheduler = EvictionScheduler, AsyncEvictionScheduler
+    for module in (core, connectors):
+        module.VllmConfig, module.FullAttentionSpec = with_policy, EvictableSpec
+        module.Scheduler, module.AsyncScheduler = EvictionScheduler, AsyncEvictionScheduler
 
 if arguments := os.environ.get("UPSTREAM_SERVE"):
     from tests.utils import RemoteOpenAIServer
