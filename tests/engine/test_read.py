@@ -455,12 +455,18 @@ def test_requests_of_a_server_that_reads_less_measure_no_attention():
 
 @pytest.mark.parametrize("name", ["full", "keybound", "sink-window"])
 def test_a_request_of_another_policy_reads_as_its_server_does(name):
-    fields = {"read": 512, "hold": 3, "index": "box", "dense_layers": 1, "leaders": 2}
-    server = KVPolicyConfig.parse({"name": name, "allow": ["full", "keybound", "sink-window"], **fields})
-    for other in ("full", "keybound", "sink-window"):
-        own = server.for_request({"kv_policy": other}, 5000, BLOCK)
-        assert own.name == other and {field: getattr(own, field) for field in fields} == fields
-        assert own.read_blocks(BLOCK)[0] == server.read_blocks(BLOCK)[0]
+    """What it fills is pure as long as layers read all of it, and they follow the server."""
+    allow = ["full", "keybound", "sink-window"]
+    sizes = {"sink": 0, "recent": 64, **({} if name == "full" else {"budget": 2048})}
+    server = KVPolicyConfig.parse({"name": name, "allow": allow, "read": 512, **sizes})
+    for other in allow:
+        asked = {"kv_policy": other, **({} if other == "full" else {"kv_sink": 256})}
+        own = server.for_request(asked, 5000, BLOCK)
+        blocks = RequestBlocks(own, None, BLOCK, reads_by=server)
+        assert own.name == other and not server.reads_less(1, 1, BLOCK) and server.reads_less(1, 1000, BLOCK)
+        for held in range(1, 1000):
+            blocks.plan_step(held - 1, 1)
+            assert (blocks.pure_tokens is not None) == server.reads_less(1, held, BLOCK)
 
 
 def test_the_harness_compares_what_reads_less_on_servers_of_their_own():

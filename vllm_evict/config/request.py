@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .errors import LONGEST_SHOWN, KVPolicyError, instead, shown
-from .fields import KEEPING, PER_TOKEN, READ, SERVER, TOKENS_OR_RATIO, tokens_or_ratio
+from .fields import KEEPING, PER_TOKEN, SERVER, TOKENS_OR_RATIO, tokens_or_ratio
 from .frozen import C, Frozen
 from .options import TOO_MANY, names_of
 from .registry import REGISTRY, Declaration
@@ -37,7 +37,6 @@ class Requests(Frozen):
         A request that picks another policy keeps these fields of the server, if the other policy has them:
 
         - budget, buffer, protect, min_prompt, prompt, exact, when, context and the fields of token granularity;
-        - fields of `read`, which every decode of the server follows;
         - sink and recent, if the server's configuration gives them;
         - scoring fields that differ from the defaults of the server's policy.
 
@@ -77,7 +76,7 @@ class Requests(Frozen):
             if sizes:
                 why = "has the sizes of the server here" if self.reaches else "keeps everything"
                 raise KVPolicyError(f"kv_policy 'full' {why}: it takes no {next(iter(sizes))}")
-            return type(self)(name="full", **self._reading())
+            return type(self)(name="full")
         if self.allocator.splits == "classes":
             split: C = self._with_retrieval(sizes, prompt_len, block_size)
             return split
@@ -179,7 +178,7 @@ class Requests(Frozen):
     def _handed_to(self: C, policy: Declaration, block_size: int, prompt_len: int) -> dict[str, Any]:
         """Return the fields that this configuration hands to another policy; see `for_request`."""
         if self.keeps_all:
-            return self._reading()
+            return {}
         default = type(self)(name=self.name)
         scoring = (self.policy.options & policy.options) - names_of(KEEPING)
         options = {field: getattr(self, field) for field in scoring}
@@ -190,15 +189,10 @@ class Requests(Frozen):
             "buffer": self.buffer if self.when == "pressure" else (limits.trigger - limits.budget) * block_size,
             **{field: getattr(self, field) for field in (*HANDED, *names_of(PER_TOKEN))},
             **{size: getattr(self, size) for size in {"sink", "recent"} & self.given},
-            **self._reading(),
         }
         if policy.window_is_the_budget or self.policy.window_is_the_budget:
             options.pop("recent", None)
         return options
-
-    def _reading(self) -> dict[str, Any]:
-        """Return the fields of what decodes read; {} if they attend to all resident blocks."""
-        return {field: getattr(self, field) for field in names_of(READ)} if self.sparse else {}
 
 
 def _mistaken(extra_args: Mapping[str, Any]) -> str | None:

@@ -55,6 +55,8 @@ class RequestBlocks:
     may_outgrow: bool = False
     #: See `policies.Blocks.key`.
     key: int = 0
+    #: The server's policy of this group, by whose fields layers read a part of the blocks; None: `config`.
+    reads_by: KVPolicyConfig | None = None
     #: Counts restarts, so that a decision planned before a preemption is not applied after it.
     incarnation: int = 0
     #: Whether workers have got the request.
@@ -184,9 +186,9 @@ class RequestBlocks:
         Tokens of a step that attends to a part of the resident ones are not pure, nor are those that see them later.
         `tokens` are verified ones, without drafts.
         """
-        held = first + tokens - self.holes * self.block_size
+        held, reads_by = first + tokens - self.holes * self.block_size, self.reads_by or self.config
         reaches = self.config.reaches and tokens == 1 and self.holes > 0
-        if self.pure_tokens is None and (reaches or self.config.reads_less(tokens, held, self.block_size)):
+        if self.pure_tokens is None and (reaches or reads_by.reads_less(tokens, held, self.block_size)):
             self.pure_tokens = first
 
     def held(self, blocks: int) -> int:

@@ -46,14 +46,14 @@ class Admission:
         block_size, longest = self._managers[0].block_size, self._hits.longest(request)
         asked = dict((request.sampling_params and request.sampling_params.extra_args) or {})
         config = self._granted(request, asked)
-        state, classes = RequestState(asked), config.classes
+        state, server = RequestState(asked), self._scheduler.kv_policy
         for manager in self._managers:
-            part = classes.get(manager.kv_cache_spec.head_class, config)
+            part, reads_by = (each.of_class(manager.kv_cache_spec.head_class) for each in (config, server))
             limits = part.limits(block_size, request.num_prompt_tokens)
             key = _key(request.prompt_token_ids) if part.policy.by_prompt else 0
             # A resumable session has no known final length.
             may_outgrow = request.resumable or bool(limits and math.ceil(longest / block_size) > limits.bound)
-            blocks = RequestBlocks(part, limits, block_size, config.name, may_outgrow, key, state=state)
+            blocks = RequestBlocks(part, limits, block_size, config.name, may_outgrow, key, reads_by, state=state)
             manager.residents[request.request_id] = blocks
             self.bounds |= not part.keeps_all
 
