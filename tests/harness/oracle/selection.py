@@ -195,8 +195,7 @@ class Chooser:
                 of_block = keys[block * self.size : (block + 1) * self.size, h // group].double()
                 q = queries[:, h].double() * self.scale
                 if many and self.index == "signs":
-                    step = (queries[:, h] * self.scale).abs().amax(1, keepdim=True).double() / 127
-                    bounds.append(((q / step).round() * step @ _of_signs(of_block).T).amax(1))
+                    bounds.append(_best_of_signs(q, of_block))
                 elif self.index == "signs":
                     bounds.append(torch.logsumexp(q @ _of_signs(of_block).T, 1))
                 else:
@@ -211,9 +210,28 @@ class Chooser:
 
 def _of_signs(keys):
     """Keys [tokens, D] as their signs stand for them, by loops."""
-    centre = (sum(keys) / len(keys)).bfloat16().double()
-    taken = []
-    for key in keys:
-        length = ((key - centre).abs().sum() / len(key)).bfloat16().double()
-        taken.append(centre + length * torch.where(key >= centre, 1.0, -1.0))
-    return torch.stack(taken)
+    centre = _centre(keys)
+    return torch.stack([centre + _length(key, centre) * _signs(key, centre) for key in keys])
+
+
+def _best_of_signs(queries, keys):
+    """The largest product of each query [Q, D] with keys as signs: sums of four dimensions are rounded, and lengths."""
+    centre = _centre(keys)
+    lengths, signs = (torch.stack([of(key, centre) for key in keys]) for of in (_length, _signs))
+    unit = queries.abs().sum(1, keepdim=True) / (127 - keys.shape[1] // 8)
+    fours = (queries[:, None] * signs).unflatten(2, (-1, 4)).sum(3)  # [Q, tokens, D / 4]
+    words = (fours / unit[..., None]).round().sum(2) * (lengths / max(lengths) * 32767 + 0.5).floor()
+    best = (words / 128 + 0.5).floor().amax(1)
+    return queries @ centre + best * 128 / 32767 * max(lengths) * unit[:, 0]
+
+
+def _centre(keys):
+    return (sum(keys) / len(keys)).bfloat16().double()
+
+
+def _length(key, centre):
+    return ((key - centre).abs().sum() / len(key)).bfloat16().double()
+
+
+def _signs(key, centre):
+    return torch.where(key >= centre, 1.0, -1.0).double()
