@@ -52,15 +52,21 @@ def test_the_kernels_do_what_plain_torch_does(dtype, of_keys, soft_cap, sinks, m
 
 
 @pytest.mark.parametrize("shape, transposed", [((2, 16, 40), False), ((3, 48, 20), True), ((16, 24), False)])
-def test_blocks_of_the_host_come_to_pages_of_any_layout(shape, transposed):
-    from vllm_evict.triton_kernels.reach import bring
+def test_blocks_are_copied_between_the_host_and_pages_of_any_layout(shape, transposed):
+    from vllm_evict.triton_kernels.reach import copy_blocks
 
-    host = torch.randn(HOST, *shape)
-    pages = torch.randn(POOL, *shape)
+    host, pages = torch.randn(HOST, *shape), torch.randn(POOL, *shape)
     pages = pages.transpose(1, 2).contiguous().transpose(1, 2) if transposed else pages
-    want, pages = pages.clone(), pages.to(DEVICE)
-    to, of = torch.randperm(POOL)[:20].int(), torch.randint(HOST, (20,), dtype=torch.int32)
+    there = pages.to(DEVICE, copy=True)
+    pinned = host.clone() if DEVICE == "cpu" else host.pin_memory()
+    to, of = torch.randperm(POOL)[:20].int(), torch.randperm(HOST)[:20].int()
     to[::4] = -1
-    want[to[to >= 0].long()] = host[of[to >= 0].long()]
-    bring(pages, host if DEVICE == "cpu" else host.pin_memory(), to.to(DEVICE), of.to(DEVICE))
-    assert torch.equal(pages.cpu(), want)
+    come = to >= 0
+    pages[to[come].long()] = host[of[come].long()]
+    copy_blocks(there, pinned, to.to(DEVICE), of.to(DEVICE))
+    assert torch.equal(there.cpu(), pages)
+    host[of[::2].long()] = pages[to[::2].abs().long()]
+    copy_blocks(pinned, there, of[::2].contiguous().to(DEVICE), to[::2].abs().to(DEVICE))
+    if DEVICE != "cpu":
+        torch.cuda.synchronize()
+    assert torch.equal(pinned, host)
