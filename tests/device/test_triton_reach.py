@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_reach_kernel import DIM, HEADS, HOST, POOL, made
+from test_reach_kernel import DIM, HEADS, HOST, KV_HEADS, POOL, made
 from triton_batch import DEVICE, WHERE_KERNELS_RUN, interpreter_gaps  # noqa: F401  (a fixture)
 
 from vllm_evict.compute.kernels.bounds import key_bounds
@@ -16,6 +16,14 @@ CASES = [
     (torch.bfloat16, key_signs, 5.0, SINKS),
     (torch.bfloat16, key_bounds, 5.0, None),
     (torch.float16, key_bounds, 0.0, SINKS),
+]
+
+#: Index, tokens of a block, dimensions, sinks, soft cap.
+TILES = [
+    (key_signs, 32, 48, torch.float32, "queries", 0.0),
+    (key_signs, 16, 128, torch.bfloat16, "heads", 5.0),
+    (key_signs, 16, 256, torch.float16, "none", 0.0),
+    (key_bounds, 32, 48, torch.bfloat16, "queries", 5.0),
 ]
 
 
@@ -49,6 +57,34 @@ def test_the_kernels_do_what_plain_torch_does(dtype, of_keys, soft_cap, sinks, m
         torch.testing.assert_close(own[3].cpu(), state[3])
         own[3].copy_(state[3])
         assert all(torch.equal(one.cpu(), other) for one, other in zip(own, state))
+
+
+@pytest.mark.parametrize("of_keys, size, dim, dtype, sinks, soft_cap", TILES)
+def test_tiles_score_what_plain_torch_scores(of_keys, size, dim, dtype, sinks, soft_cap, monkeypatch):
+    """Rows of many queries, and of few beside them; three rows at a time."""
+    from vllm_evict.triton_kernels import reach as module
+
+    monkeypatch.setattr(module, "SCRATCH", 4 * HEADS * 40 * 33 * 3)
+    generator, counts = torch.Generator().manual_seed(0), torch.tensor([32, 16, 3, 33, 1], dtype=torch.int32)
+    rows, _, numbers, state, host = made(dtype)
+    starts = (counts.cumsum(0) - counts).int()
+    rows = rows._replace(queries=starts, query_counts=counts, blocks=rows.full + 1, most=33)
+    index = of_keys(torch.randn(POOL + 1 + HOST, KV_HEADS, size, dim, generator=generator).to(dtype))
+    query = torch.randn(int(counts.sum()), HEADS + 1, dim, generator=generator).to(dtype)[:, 1:]
+    query[7] = 0
+    of_queries = torch.randn(len(query), HEADS, generator=generator)
+    own = {"none": None, "heads": of_queries[0], "queries": of_queries}[sinks]
+    here = rows, index, numbers, state, host
+    there = on_device(*here)
+    for run, (its, of_blocks, *known, (*places, cache, table), pages) in (
+        (reach_reference, here),
+        (module.reach, there),
+    ):
+        args = its, query.to(of_blocks.device), of_blocks, *known, *places, cache, pages, table, dim**-0.5, soft_cap
+        run(*args, None if own is None else own.to(of_blocks.device))
+    # Numbers at the seam of two steps may be rounded either way.
+    torch.testing.assert_close(there[3][3].cpu(), state[3], atol=1e-4, rtol=2e-3)
+    assert (state[3] != 0).any(1).sum() == len(counts)
 
 
 @pytest.mark.parametrize("shape, transposed", [((2, 16, 40), False), ((3, 48, 20), True), ((16, 24), False)])
