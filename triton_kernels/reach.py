@@ -7,16 +7,22 @@ import torch
 import triton
 import triton.language as tl
 
-from ..compute.kernels.reach import SCRATCH, ReachRows, bring_reference, reach_reference  # noqa: F401  (references)
-from ..compute.kernels.signs import tokens_of
+from ..compute.kernels.reach import OF_ROWS, SCRATCH, ReachRows, copy_reference, reach_reference  # noqa: F401  (references)
+from ..compute.kernels.signs import TILE_DIMS, TILE_QUERIES, tokens_of
+from .reach_tiles import indexed, of_part, tile_logits
 from .tiles import DTYPES, LOG2_E, MIN_ROWS, check_int32, require, soft_capped, with_sinks
 
 #: Blocks that a program scores at once; of signs it has 16 tokens of each.
 BOXES, SIGNED = 32, 16
-#: Elements of a key that are in registers at once, blocks and places that other programs take, numbers of a copy.
+#: The same of tiles by signs. Queries and heads of a program, where there are many; of boxes half of them.
+TILED, MANY = 8, 64
+#: Elements of a key that are in registers at once, or half of them, or twice as many; blocks and places that other
+#: programs take, numbers of a copy.
 DIM, CHUNK, PLACES, COPIED = 64, 256, 64, 4096
 #: Tokens whose signs of one dimension are one word (`compute.kernels.signs.WORD`).
 WORD = tl.constexpr(16)
+#: Bytes of a block of a row in what its choice is made of and in the sort: two numbers, and twice one with its order.
+OF_BLOCK = 8 + 2 * 12
 #: Programs that score, at most: each takes every n-th part of a row. Programs that copy one block.
 SCORING, COPYING = 1024, 4
 
@@ -44,8 +50,8 @@ def reach(
     """`compute.kernels.reach.reach` on a device. Rows with a negative slot are padding.
 
     Indices are not checked, which would wait for the device. `host` is pinned, and kernels read it in place. Seven
-    launches (five where a layer does not lead) and a sort, for as many rows as `SCRATCH` has room for; scratch comes
-    from torch's allocator.
+    launches (five where a layer does not lead; eight where rows are tiles) and a sort. Rows that score are launched as
+    many at a time as `SCRATCH` has room for their logarithms. Scratch comes from torch's allocator.
     """
     check_int32(numbers=numbers, held=held, read=read, picked=picked, counts=counts, table=table, written=rows.written)
     width, most = numbers.shape[1], held.shape[1]
@@ -61,38 +67,15 @@ def reach(
     require(scores.is_contiguous() and scores.dtype == torch.float32, "scores must be float32 and dense")
     require(counts.is_contiguous() and counts.shape[1] == 3, "counts must be [slots, 3] and dense")
     require(table.stride(1) == rows.written.stride(1) == 1, "tables must have dense rows")
-    queries = rows.most
-    at_once = max(SCRATCH // (4 * heads * width * queries), 1)
-    at_once -= at_once % 4 if at_once > 4 else 0  # rows of a launch start at 16 bytes, as Triton compiles them for
+    own = None if sinks is None else sinks.expand(len(query), heads)
+    at_once = max(SCRATCH // (OF_BLOCK * width) // 4 * 4, 4)  # Triton compiles for rows that start at 16 bytes
     for first in range(0, len(rows.queries) if most else 0, at_once):
-        known = [each[first : first + at_once] for each in rows[:11]]
-        tokens, asked, full, blocks, starts, ends, chosen, rooms, slots, out_rows, chooses = known
+        known = [each[first : first + at_once] for each in rows[:OF_ROWS]]
+        blocks, starts, ends, chosen, rooms, slots, out_rows, chooses = known[3:]
         count, new = len(slots), query.new_empty
         places, keys = new((count, width), dtype=torch.int32), new((count, width), dtype=torch.float32)
-        logs = new((count * queries, heads, width), dtype=torch.float32)
-        lse = new((count * queries, heads), dtype=torch.float32)
-        scored = slots, chooses, full, asked
-        if leads:
-            group, tile = heads // kv_heads, SIGNED if signed else BOXES
-            parts = kv_heads * triton.cdiv(group, MIN_ROWS)
-            programs = max(min(triton.cdiv(width, tile), SCORING // (count * queries * parts)), 1)
-            _logits[(count * queries, parts, programs)](
-                query, index, numbers, rows.written, logs, *scored, queries, tokens, out_rows, scale * LOG2_E,
-                *query.stride()[:2], rows.written.stride(0), rows.pool, width, heads, kv_heads,
-                GROUP=group, HEAD_DIM=dims, WORDS=index.shape[2], SIGNED=signed,
-                TOKENS=tokens_of(index, dims) if signed else 16,
-                SOFT_CAP=soft_cap * LOG2_E, ROWS=MIN_ROWS, BLOCKS=tile, DIM=DIM // 2 if signed else DIM,
-                num_warps=8 if signed else 4, num_stages=2 if signed else 3,
-            )  # fmt: skip
-            _sums[(count * queries, heads)](
-                logs, lse, lse if sinks is None else sinks, *scored, queries, width, heads,
-                HAS_SINKS=sinks is not None, CHUNK=4 * CHUNK, num_warps=4,
-            )  # fmt: skip
-        shares = triton.cdiv(width, PLACES)
-        _shares[(count, shares)](
-            logs, lse, scores, keys, places, held, *scored, queries, starts, ends, rooms, width, heads, most,
-            LEADS=leads, BLOCKS=PLACES, PLACES=PLACES, num_warps=4,
-        )  # fmt: skip
+        some = rows._replace(**dict(zip(rows._fields, known)))
+        _score(some, query, index, numbers, held, scores, keys, places, scale, soft_cap, own, leads)
         order = keys.sort(descending=True, stable=True).indices
         picks, fresh, taken, to, of = (new((count, most), dtype=torch.int32) for _ in range(5))
         coming = new(count, dtype=torch.int32)
@@ -104,7 +87,7 @@ def reach(
             numbers, rows.written, places, read, fresh, coming, taken, to, of, slots, chooses, starts, rooms, out_rows,
             rows.written.stride(0), width, most, PLACES=PLACES, num_warps=4,
         )  # fmt: skip
-        bring(cache, host, to.view(-1), of.view(-1))
+        copy_blocks(cache, host, to.view(-1), of.view(-1))
         _name[(count, triton.cdiv(max(table.shape[1], most), CHUNK))](
             table, numbers, rows.written, places, held, read, picked, picks, taken, slots, chooses, blocks, starts,
             ends, chosen, out_rows, table.stride(0), rows.written.stride(0), width, most, step,
@@ -112,46 +95,98 @@ def reach(
         )  # fmt: skip
 
 
-def bring(cache: torch.Tensor, host: torch.Tensor, to: torch.Tensor, of: torch.Tensor) -> None:
-    """`compute.kernels.reach.bring` on a device. `host` is pinned, and the kernel reads it in place.
+def _score(
+    rows: ReachRows,
+    query: torch.Tensor,
+    index: torch.Tensor,
+    numbers: torch.Tensor,
+    held: torch.Tensor,
+    scores: torch.Tensor,
+    keys: torch.Tensor,
+    places: torch.Tensor,
+    scale: float,
+    soft_cap: float,
+    sinks: torch.Tensor | None,
+    leads: bool,
+) -> None:
+    """Write what the choice of each row is made of.
+
+    Args:
+        keys: float32 [R, W], scores of candidates; of other blocks -inf.
+        places: int32 [R, W], the place of each full block in the room; -1: it has none.
+        sinks: [T, H].
+    """
+    tokens, asked, full, _, starts, ends, _, rooms, slots, out_rows, chooses = rows[:OF_ROWS]
+    (count, width), queries, most = keys.shape, rows.most, held.shape[1]
+    heads, kv_heads, dims = query.shape[1], index.shape[1], query.shape[2]
+    signed, group = index.dtype == torch.int16, heads // kv_heads
+    least = TILE_QUERIES if signed and dims <= TILE_DIMS else queries + 1  # queries of a tile
+    boxed = MANY // 2 if queries * group >= MANY // 2 else MIN_ROWS
+    few = (MIN_ROWS, SIGNED, DIM // 2, 8) if signed else (boxed, BOXES, DIM, 4)
+    kernels = [(_logits, min(queries, least - 1), *few)]
+    if queries >= least:
+        dim = min(max(triton.next_power_of_2(dims), MIN_ROWS), 2 * DIM)
+        kernels.append((tile_logits, queries, MANY, TILED, dim, 4 if dims <= 2 * DIM else 8))
+    at_once = max(SCRATCH // (4 * heads * width * queries), 1) if leads else count
+    for first in range(0, count, at_once):
+        its = min(at_once, count - first)
+        logs = query.new_empty((its * queries if leads else 0, heads, width), dtype=torch.float32)
+        lse = query.new_empty((its * queries, heads), dtype=torch.float32)
+        scored = slots, chooses, full, asked, first, queries
+        for kernel, queried, items, own_blocks, dim, warps in kernels if leads else ():
+            parts = triton.cdiv(queried * group, items)
+            programs = max(min(triton.cdiv(width, own_blocks), SCORING // (its * parts * kv_heads)), 1)
+            kernel[(its * parts, kv_heads, programs)](
+                query, index, numbers, rows.written, logs, *scored, parts, least, tokens, out_rows, scale * LOG2_E,
+                *query.stride()[:2], rows.written.stride(0), rows.pool, width, heads, kv_heads,
+                GROUP=group, HEAD_DIM=dims, WORDS=index.shape[2], SIGNED=signed,
+                TOKENS=tokens_of(index, dims) if signed else 16,
+                SOFT_CAP=soft_cap * LOG2_E, ROWS=items, BLOCKS=own_blocks, DIM=dim,
+                num_warps=warps, num_stages=2 if signed else 3,
+            )  # fmt: skip
+        if leads:
+            _sums[(its * queries, heads)](
+                logs, lse, lse if sinks is None else sinks, *scored, tokens, 0 if sinks is None else sinks.stride(0),
+                width, heads, HAS_SINKS=sinks is not None, CHUNK=4 * CHUNK, num_warps=4,
+            )  # fmt: skip
+        _shares[(its, triton.cdiv(width, PLACES))](
+            logs, lse, scores, keys, places, held, *scored, starts, ends, rooms, width, heads, most,
+            LEADS=leads, HEADS=MIN_ROWS, BLOCKS=PLACES, PLACES=PLACES, num_warps=4,
+        )  # fmt: skip
+
+
+def copy_blocks(target: torch.Tensor, source: torch.Tensor, to: torch.Tensor, of: torch.Tensor) -> None:
+    """`compute.kernels.reach.copy_blocks` where one of both is a device's. The other is pinned, and used in place.
 
     One launch, with a few programs for each block.
     """
     check_int32(to=to, of=of)
-    require(len(to) == len(of) and cache.shape[1:] == host.shape[1:], "to and of, and pages, must agree in shape")
-    require(cache.dtype == host.dtype and cache.stride(-1) == 1, "pages must have one dtype and a dense last dimension")
-    require(host.is_contiguous() and cache.dim() in (3, 4), "pages must be [blocks, (heads,) tokens, numbers]")
-    pages = cache if cache.dim() == 4 else cache.unsqueeze(1)
+    require(len(to) == len(of) and target.shape[1:] == source.shape[1:], "to and of, and pages, must agree in shape")
+    require(target.dtype == source.dtype, "pages must have one dtype")
+    require(target.stride(-1) == source.stride(-1) == 1, "pages must have a dense last dimension")
+    require(target.dim() in (3, 4), "pages must be [blocks, (heads,) tokens, numbers]")
+    target, source = (pages if pages.dim() == 4 else pages.unsqueeze(1) for pages in (target, source))
     if len(to):
-        _bring[(len(to), COPYING)](
-            pages, host, to, of, *pages.stride()[:3],
-            HEADS=pages.shape[1], TOKENS=pages.shape[2], NUMBERS=pages.shape[3], CHUNK=COPIED, num_warps=8,
+        _copy[(len(to), COPYING)](
+            target, source, to, of, *target.stride()[:3], *source.stride()[:3],
+            HEADS=target.shape[1], TOKENS=target.shape[2], NUMBERS=target.shape[3], CHUNK=COPIED, num_warps=8,
         )  # fmt: skip
 
 
-@triton.jit
-def _indexed(numbers, written, block, here, pool):
-    """Return the places of logical blocks in the index."""
-    number = tl.load(numbers + block, mask=here, other=-1)
-    physical = tl.load(written + block, mask=here, other=0)
-    return tl.where(number >= 0, pool + number, physical).to(tl.int64)
-
-
 # Not specialised for the widths and strides of a model's steps (see `decode_mass.ATTEND_SIZES`).
-@triton.jit(do_not_specialize=["scale", "queries", "stride_t", "stride_w", "pool", "width"])
+@triton.jit(do_not_specialize=["base", "queries", "parts", "least", "scale", "stride_t", "stride_w", "pool", "width"])
 def _logits(
-    query, index, numbers, written, logs, slots, chooses, full, counts, queries, tokens, out_rows, scale,
-    stride_t, stride_h, stride_w, pool, width, heads, kv_heads,
+    query, index, numbers, written, logs, slots, chooses, full, counts, base, queries, parts, least, tokens, out_rows,
+    scale, stride_t, stride_h, stride_w, pool, width, heads, kv_heads,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WORDS: tl.constexpr, SIGNED: tl.constexpr, TOKENS: tl.constexpr,
     SOFT_CAP: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Write each head's logarithm (base 2) of what a block may draw."""
-    row, nth = tl.program_id(0) // queries, tl.program_id(0) % queries
+    """Write the logarithm (base 2) of what a block may draw, of each query and head; of rows that are no tiles."""
+    at = tl.program_id(0) // parts
+    row, kv_head = base + at, tl.program_id(1)
+    nth, head, valid = of_part(tl.program_id(0) % parts, kv_head, tl.load(counts + row), GROUP, ROWS)
     slot = tl.load(slots + row).to(tl.int64)
-    kv_head = tl.program_id(1) % kv_heads
-    member = tl.program_id(1) // kv_heads * ROWS + tl.arange(0, ROWS)
-    valid, head = member < GROUP, kv_head * GROUP + member
-    if slot >= 0 and tl.load(chooses + row) != 0 and nth < tl.load(counts + row):
+    if slot >= 0 and tl.load(chooses + row) != 0 and tl.load(counts + row) < least:
         own_query = query + (tl.load(tokens + row) + nth).to(tl.int64) * stride_t + head * stride_h
         numbers += slot * width
         written += tl.load(out_rows + row).to(tl.int64) * stride_w
@@ -159,7 +194,7 @@ def _logits(
         for first in range(tl.program_id(2) * BLOCKS, count, tl.num_programs(2) * BLOCKS):
             block = first + tl.arange(0, BLOCKS)
             here = block < count
-            own = index + (_indexed(numbers, written, block, here, pool) * kv_heads + kv_head) * WORDS
+            own = index + (indexed(numbers, written, block, here, pool) * kv_heads + kv_head) * WORDS
             if SIGNED:
                 log = _of_signs(
                     own_query, valid, own, numbers, written, index, first, count, kv_head, pool, kv_heads, scale,
@@ -167,7 +202,7 @@ def _logits(
                 )  # fmt: skip
             else:
                 log = soft_capped(_of_boxes(own_query, valid, own, here, HEAD_DIM, ROWS, BLOCKS, DIM) * scale, SOFT_CAP)
-            target = logs + (tl.program_id(0).to(tl.int64) * heads + head)[:, None] * width + block[None, :]
+            target = logs + ((at.to(tl.int64) * queries + nth) * heads + head)[:, None] * width + block[None, :]
             tl.store(target, log, mask=valid[:, None] & here[None, :])
 
 
@@ -199,7 +234,7 @@ def _of_signs(
     column = tl.arange(0, BLOCKS * WORD)
     block, token = first + column // WORD, column % WORD
     held = block < count
-    words = index + (_indexed(numbers, written, block, held, pool) * kv_heads + kv_head) * WORDS
+    words = index + (indexed(numbers, written, block, held, pool) * kv_heads + kv_head) * WORDS
     here = first + tl.arange(0, BLOCKS) < count
     centred = tl.zeros([ROWS, BLOCKS], tl.float32)
     for start in range(0, HEAD_DIM, DIM):
@@ -232,13 +267,14 @@ def _of_signs(
     return top + tl.log2(total)
 
 
-@triton.jit(do_not_specialize=["queries", "width"])
+@triton.jit(do_not_specialize=["base", "queries", "stride_s", "width"])
 def _sums(
-    logs, lse, sinks, slots, chooses, full, counts, queries, width, heads, HAS_SINKS: tl.constexpr, CHUNK: tl.constexpr
+    logs, lse, sinks, slots, chooses, full, counts, base, queries, tokens, stride_s, width, heads,
+    HAS_SINKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write each head's logarithm of the sum over a row's blocks, and of its sink."""
+    """Write the logarithm of the sum over a row's blocks, and of the sink, of each query and head."""
     at, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, nth = at // queries, at % queries
+    row, nth = base + at // queries, at % queries
     if tl.load(slots + row) >= 0 and tl.load(chooses + row) != 0 and nth < tl.load(counts + row):
         count = tl.load(full + row)
         top, total = tl.full([CHUNK], float("-inf"), tl.float32), tl.zeros([CHUNK], tl.float32)
@@ -252,18 +288,19 @@ def _sums(
         highest = tl.max(top, 0)
         summed = highest + tl.log2(tl.sum(tl.where(top > float("-inf"), total * tl.exp2(top - highest), 0.0), 0))
         if HAS_SINKS:
-            summed = with_sinks(summed, sinks, head, head >= 0)
+            summed = with_sinks(summed, sinks + (tl.load(tokens + row) + nth) * stride_s, head, head >= 0)
         tl.store(lse + at * heads + head, summed)
 
 
-@triton.jit(do_not_specialize=["queries", "width", "most"])
+@triton.jit(do_not_specialize=["base", "queries", "width", "most"])
 def _shares(
-    logs, lse, scores, keys, places, held, slots, chooses, full, counts, queries, starts, ends, rooms, width, heads,
-    most,
-    LEADS: tl.constexpr, BLOCKS: tl.constexpr, PLACES: tl.constexpr,
+    logs, lse, scores, keys, places, held, slots, chooses, full, counts, base, queries, starts, ends, rooms, width,
+    heads, most,
+    LEADS: tl.constexpr, HEADS: tl.constexpr, BLOCKS: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """Write scores, the same by candidates to be sorted, and each block's place in the room (-1: it has none)."""
-    row = tl.program_id(0).to(tl.int64)
+    own = tl.program_id(0).to(tl.int64)
+    row = base + own
     slot = tl.load(slots + row).to(tl.int64)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     inside = block < width
@@ -274,10 +311,12 @@ def _shares(
             score = tl.zeros([BLOCKS], tl.float32)
             for nth in range(tl.load(counts + row)):
                 share = tl.zeros([BLOCKS], tl.float32)
-                for head in range(heads):
-                    at = (row * queries + nth) * heads + head
-                    log = tl.load(logs + at * width + block, mask=here, other=float("-inf"))
-                    share += tl.exp2(log - tl.load(lse + at))
+                for first in range(0, heads, HEADS):
+                    head = first + tl.arange(0, HEADS)
+                    log_at, valid = (own * queries + nth) * heads + head, head < heads
+                    known = valid[:, None] & here[None, :]
+                    log = tl.load(logs + log_at[:, None] * width + block[None, :], mask=known, other=float("-inf"))
+                    share += tl.sum(tl.exp2(log - tl.load(lse + log_at, mask=valid, other=0.0)[:, None]), 0)
                 score = tl.maximum(score, share)
             tl.store(scores + slot * width + block, score, mask=here)
         else:
@@ -373,21 +412,22 @@ def _take_places(
 
 
 @triton.jit
-def _bring(
-    pages, host, to, of, stride_p, stride_h, stride_t,
+def _copy(
+    target, source, to, of, target_p, target_h, target_t, source_p, source_h, source_t,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, NUMBERS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Copy one block."""
-    target = tl.load(to + tl.program_id(0)).to(tl.int64)
-    if target >= 0:
-        host += tl.load(of + tl.program_id(0)).to(tl.int64) * (HEADS * TOKENS * NUMBERS)
-        pages += target * stride_p
+    there = tl.load(to + tl.program_id(0)).to(tl.int64)
+    if there >= 0:
+        target += there * target_p
+        source += tl.load(of + tl.program_id(0)).to(tl.int64) * source_p
         for first in range(tl.program_id(1) * CHUNK, HEADS * TOKENS * NUMBERS, tl.num_programs(1) * CHUNK):
             at = first + tl.arange(0, CHUNK)
             here = at < HEADS * TOKENS * NUMBERS
             line, number = at // NUMBERS, at % NUMBERS
-            own = line // TOKENS * stride_h + line % TOKENS * stride_t + number
-            tl.store(pages + own, tl.load(host + at, mask=here), mask=here)
+            head, token = line // TOKENS, line % TOKENS
+            numbers = tl.load(source + head * source_h + token * source_t + number, mask=here)
+            tl.store(target + head * target_h + token * target_t + number, numbers, mask=here)
 
 
 @triton.jit(do_not_specialize=["stride_table", "stride_w", "width", "most", "step"])

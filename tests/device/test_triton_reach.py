@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_reach_kernel import DIM, HEADS, HOST, POOL, made
+from test_reach_kernel import DIM, HEADS, HOST, KV_HEADS, POOL, made
 from triton_batch import DEVICE, WHERE_KERNELS_RUN, interpreter_gaps  # noqa: F401  (a fixture)
 
 from vllm_evict.compute.kernels.bounds import key_bounds
@@ -16,6 +16,14 @@ CASES = [
     (torch.bfloat16, key_signs, 5.0, SINKS),
     (torch.bfloat16, key_bounds, 5.0, None),
     (torch.float16, key_bounds, 0.0, SINKS),
+]
+
+#: Index, tokens of a block, dimensions, sinks, soft cap.
+TILES = [
+    (key_signs, 32, 48, torch.float32, "queries", 0.0),
+    (key_signs, 16, 128, torch.bfloat16, "heads", 5.0),
+    (key_signs, 16, 256, torch.float16, "none", 0.0),
+    (key_bounds, 32, 48, torch.bfloat16, "queries", 5.0),
 ]
 
 
@@ -51,16 +59,50 @@ def test_the_kernels_do_what_plain_torch_does(dtype, of_keys, soft_cap, sinks, m
         assert all(torch.equal(one.cpu(), other) for one, other in zip(own, state))
 
 
-@pytest.mark.parametrize("shape, transposed", [((2, 16, 40), False), ((3, 48, 20), True), ((16, 24), False)])
-def test_blocks_of_the_host_come_to_pages_of_any_layout(shape, transposed):
-    from vllm_evict.triton_kernels.reach import bring
+@pytest.mark.parametrize("of_keys, size, dim, dtype, sinks, soft_cap", TILES)
+def test_tiles_score_what_plain_torch_scores(of_keys, size, dim, dtype, sinks, soft_cap, monkeypatch):
+    """Rows of many queries, and of few beside them; three rows at a time."""
+    from vllm_evict.triton_kernels import reach as module
 
-    host = torch.randn(HOST, *shape)
-    pages = torch.randn(POOL, *shape)
+    monkeypatch.setattr(module, "SCRATCH", 4 * HEADS * 40 * 33 * 3)
+    generator, counts = torch.Generator().manual_seed(0), torch.tensor([32, 16, 3, 33, 1], dtype=torch.int32)
+    rows, _, numbers, state, host = made(dtype)
+    starts = (counts.cumsum(0) - counts).int()
+    rows = rows._replace(queries=starts, query_counts=counts, blocks=rows.full + 1, most=33)
+    index = of_keys(torch.randn(POOL + 1 + HOST, KV_HEADS, size, dim, generator=generator).to(dtype))
+    query = torch.randn(int(counts.sum()), HEADS + 1, dim, generator=generator).to(dtype)[:, 1:]
+    query[7] = 0
+    of_queries = torch.randn(len(query), HEADS, generator=generator)
+    own = {"none": None, "heads": of_queries[0], "queries": of_queries}[sinks]
+    here = rows, index, numbers, state, host
+    there = on_device(*here)
+    for run, (its, of_blocks, *known, (*places, cache, table), pages) in (
+        (reach_reference, here),
+        (module.reach, there),
+    ):
+        args = its, query.to(of_blocks.device), of_blocks, *known, *places, cache, pages, table, dim**-0.5, soft_cap
+        run(*args, None if own is None else own.to(of_blocks.device))
+    # Numbers at the seam of two steps may be rounded either way.
+    torch.testing.assert_close(there[3][3].cpu(), state[3], atol=1e-4, rtol=2e-3)
+    assert (state[3] != 0).any(1).sum() == len(counts)
+
+
+@pytest.mark.parametrize("shape, transposed", [((2, 16, 40), False), ((3, 48, 20), True), ((16, 24), False)])
+def test_blocks_are_copied_between_the_host_and_pages_of_any_layout(shape, transposed):
+    from vllm_evict.triton_kernels.reach import copy_blocks
+
+    host, pages = torch.randn(HOST, *shape), torch.randn(POOL, *shape)
     pages = pages.transpose(1, 2).contiguous().transpose(1, 2) if transposed else pages
-    want, pages = pages.clone(), pages.to(DEVICE)
-    to, of = torch.randperm(POOL)[:20].int(), torch.randint(HOST, (20,), dtype=torch.int32)
+    there = pages.to(DEVICE, copy=True)
+    pinned = host.clone() if DEVICE == "cpu" else host.pin_memory()
+    to, of = torch.randperm(POOL)[:20].int(), torch.randperm(HOST)[:20].int()
     to[::4] = -1
-    want[to[to >= 0].long()] = host[of[to >= 0].long()]
-    bring(pages, host if DEVICE == "cpu" else host.pin_memory(), to.to(DEVICE), of.to(DEVICE))
-    assert torch.equal(pages.cpu(), want)
+    come = to >= 0
+    pages[to[come].long()] = host[of[come].long()]
+    copy_blocks(there, pinned, to.to(DEVICE), of.to(DEVICE))
+    assert torch.equal(there.cpu(), pages)
+    host[of[::2].long()] = pages[to[::2].abs().long()]
+    copy_blocks(pinned, there, of[::2].contiguous().to(DEVICE), to[::2].abs().to(DEVICE))
+    if DEVICE != "cpu":
+        torch.cuda.synchronize()
+    assert torch.equal(pinned, host)

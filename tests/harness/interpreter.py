@@ -80,7 +80,7 @@ def use_kernels(monkeypatch) -> None:
         (device, take),
         (tokens, put),
         (reach, reaching.reach),
-        (reach, reaching.bring),
+        (reach, reaching.copy_blocks),
     ):
         monkeypatch.setattr(module, kernel.__name__, kernel)
 

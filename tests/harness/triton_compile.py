@@ -201,7 +201,7 @@ def replace_kernels() -> None:
         (mass_from_lse, ("_mass_from_lse",)),
         (put, ("_put",)),
         (query_lse, ("_query_lse",)),
-        (reach, ("_logits", "_sums", "_shares", "_choose", "_take_places", "_bring", "_name")),
+        (reach, ("_logits", "tile_logits", "_sums", "_shares", "_choose", "_take_places", "_copy", "_name")),
         (resident_view, ("_resident_view",)),
         (take, ("_take",)),
     ):
@@ -229,7 +229,7 @@ def compile_bookkeeping(capability: int) -> None:
 
 
 def compile_reaching(shapes: list[tuple]) -> None:
-    """Of some shapes, by boxes and by signs. Blocks that are smaller or of other dtypes take no more."""
+    """Of some shapes, by boxes and by signs, of few queries and of tiles. Blocks that are smaller or of other dtypes take no more."""
     lens, wide, counts = ints(ROWS), ints(ROWS, WIDTH), ints(ROWS, 3)
     rows = ReachRows(*[lens] * 11, wide, 8, 4)
     for heads, kv_heads, dim, block_size, dtype, tokens, *_ in shapes:
@@ -241,7 +241,9 @@ def compile_reaching(shapes: list[tuple]) -> None:
         for kind, index in (("boxes", boxes), ("signs", signs)):
             Compiled.shape = ", ".join((*words, kind))
             query = torch.empty(tokens, heads, dim, dtype=dtype)
-            reach.reach(rows, query, index, wide, held, held, held, scores, counts, page, page, wide, 0.1)
+            for queries in (4, 32):
+                its = rows._replace(most=queries)
+                reach.reach(its, query, index, wide, held, held, held, scores, counts, page, page, wide, 0.1)
     if heads != SHAPES[REACHED[-1]][0]:
         return
     Compiled.shape = "a cap and sinks"

@@ -26,7 +26,7 @@ from ..core.plan import RoomOf
 from .holes import Start
 from .kernels.bounds import key_bounds
 from .kernels.logits import logits_of
-from .kernels.reach import OF_ROWS, SCRATCH, ReachRows, bring, reach
+from .kernels.reach import OF_ROWS, SCRATCH, ReachRows, copy_blocks, reach
 from .kernels.signs import key_signs
 from .needs import Needs
 from .offload import Offload
@@ -249,7 +249,7 @@ class Reach(Source):
         if pages:
             to, of = torch.cat(pages), to_device(np.concatenate(numbers), self._device)
             for place, page in enumerate(self._store.pages(drafting=False)):
-                bring(page, self.host.blocks.pages_of(place), to, of)
+                copy_blocks(page, self.host.blocks.pages_of(place), to, of)
 
     def hidden(self, req_ids: Sequence[str]) -> list[tuple[int, range]]:
         """See `Source.hidden`: rooms, in which a drafter's layers have nothing."""
@@ -318,6 +318,7 @@ class Reach(Source):
         call = replace(call, kv_cache=self._store.pages()[call.place])
         for leads in {True, self._config.leaders == 1}:
             self.read(call, ReachRows._make((*padding, table, self._pool, 1)), table, leads)
+        copy_blocks(self._host_pages(call), call.kv_cache, padding[0], padding[0])
 
     def read_on_host(self) -> dict[str, np.ndarray]:
         """See `Source.read_on_host`."""

@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import torch
-from engine import logprobs_of
 
 #: Tokens of a block.
 BLOCK = 32
@@ -126,6 +125,8 @@ class Chooser:
 
         logits: [n, V], after tokens of the prompt that were computed, `prompt` of them, and of the answer.
         """
+        from engine import logprobs_of
+
         logprobs = torch.log_softmax(logits.double(), -1)
         assert self.closest > 1e-5, "rounding could choose another block: take another prompt"
         want = [logprobs[prompt - 1 + i, token].item() for i, token in enumerate(output.outputs[0].token_ids)]
