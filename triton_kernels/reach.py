@@ -48,7 +48,8 @@ def reach(
     """`compute.kernels.reach.reach` on a device. Rows with a negative slot are padding.
 
     Indices are not checked, which would wait for the device. `host` is pinned, and kernels read it in place. Seven
-    launches (five where a layer does not lead; eight where rows are tiles) and a sort. Rows that score are launched as
+    launches (five where a layer does not lead; eight where rows are tiles) and a sort, two less without blocks of the
+    host; one where no row chooses. Rows that score are launched as
     many at a time as `SCRATCH` has room for their logarithms. Scratch comes from torch's allocator.
     """
     check_int32(numbers=numbers, held=held, read=read, picked=picked, counts=counts, table=table, written=rows.written)
@@ -71,21 +72,26 @@ def reach(
         known = [each[first : first + at_once] for each in rows[:OF_ROWS]]
         blocks, starts, ends, chosen, rooms, slots, out_rows, chooses = known[3:]
         count, new = len(slots), query.new_empty
-        places, keys = new((count, width), dtype=torch.int32), new((count, width), dtype=torch.float32)
-        some = rows._replace(**dict(zip(rows._fields, known)))
-        _score(some, query, index, numbers, held, scores, keys, places, scale, soft_cap, own, leads)
-        order = keys.sort(descending=True, stable=True).indices
-        picks, fresh, taken, to, of = (new((count, most), dtype=torch.int32) for _ in range(5))
-        coming = new(count, dtype=torch.int32)
-        _choose[(count,)](
-            order, numbers, places, read, picks, fresh, coming, counts, slots, chooses, starts, ends, chosen,
-            width, most, fetch or width, step, CHUNK=CHUNK, num_warps=4,
-        )  # fmt: skip
-        _take_places[(count, triton.cdiv(most, PLACES))](
-            numbers, rows.written, places, read, fresh, coming, taken, to, of, slots, chooses, starts, rooms, out_rows,
-            rows.written.stride(0), width, most, PLACES=PLACES, num_warps=4,
-        )  # fmt: skip
-        copy_blocks(cache, host, to.view(-1), of.view(-1))
+        # Of these nothing is used if no row chooses, and without blocks of the host all places in `held` are -1.
+        places = picks = taken = held
+        if rows.most:
+            places, keys = new((count, width), dtype=torch.int32), new((count, width), dtype=torch.float32)
+            some = rows._replace(**dict(zip(rows._fields, known)))
+            _score(some, query, index, numbers, held, scores, keys, places, scale, soft_cap, own, leads)
+            order = keys.sort(descending=True, stable=True).indices
+            picks, fresh = (new((count, most), dtype=torch.int32) for _ in range(2))
+            coming = new(count, dtype=torch.int32)
+            _choose[(count,)](
+                order, numbers, places, read, picks, fresh, coming, counts, slots, chooses, starts, ends, chosen,
+                width, most, fetch or width, step, CHUNK=CHUNK, num_warps=4,
+            )  # fmt: skip
+        if rows.most and len(host):
+            taken, to, of = (new((count, most), dtype=torch.int32) for _ in range(3))
+            _take_places[(count, triton.cdiv(most, PLACES))](
+                numbers, rows.written, places, read, fresh, coming, taken, to, of, slots, chooses, starts, rooms,
+                out_rows, rows.written.stride(0), width, most, PLACES=PLACES, num_warps=4,
+            )  # fmt: skip
+            copy_blocks(cache, host, to.view(-1), of.view(-1))
         _name[(count, triton.cdiv(max(table.shape[1], most), CHUNK))](
             table, numbers, rows.written, places, held, read, picked, picks, taken, slots, chooses, blocks, starts,
             ends, chosen, out_rows, table.stride(0), rows.written.stride(0), width, most, step,

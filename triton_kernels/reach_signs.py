@@ -2,10 +2,11 @@
 `compute.kernels.signs`).
 """
 
+import torch
 import triton
 import triton.language as tl
 
-from .tiles import soft_capped
+from .tiles import require, soft_capped
 
 #: Tokens whose signs of one dimension are one word (`compute.kernels.signs.WORD`).
 WORD = tl.constexpr(16)
@@ -117,3 +118,47 @@ def sign_logits(
                 top = higher
             log = top if TILES else top + tl.log2(total)
             tl.store(target + block[None, :], log, mask=valid[:, None] & here[None, :])
+
+
+def store_signs(index: torch.Tensor, blocks: torch.Tensor, keys: torch.Tensor) -> None:
+    """`compute.kernels.signs.store_signs` on a device, in one launch."""
+    count, kv_heads, tokens, dims = keys.shape
+    require(keys.stride(3) == 1 and index.is_contiguous(), "keys must have a dense last dimension, and index be dense")
+    if count:
+        _store_signs[(count, kv_heads)](
+            index, blocks, keys, *keys.stride()[:3], kv_heads,
+            HEAD_DIM=dims, WORDS=index.shape[2], TOKENS=tokens, DIM=triton.next_power_of_2(dims), num_warps=4,
+        )  # fmt: skip
+
+
+@triton.jit
+def _store_signs(
+    index, blocks, keys, stride_b, stride_h, stride_t, kv_heads,
+    HEAD_DIM: tl.constexpr, WORDS: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Write the signs of one block's keys of a KV head."""
+    at, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    dim, token = tl.arange(0, DIM), tl.arange(0, WORD)
+    inside = dim < HEAD_DIM
+    own = index + (tl.load(blocks + at) * kv_heads + kv_head) * WORDS
+    lines = keys + at * stride_b + kv_head * stride_h + token[:, None] * stride_t + dim[None, :]
+    total = tl.zeros([DIM], tl.float32)
+    for first in range(0, TOKENS, WORD):
+        total += tl.sum(tl.load(lines + first * stride_t, mask=inside[None, :], other=0.0).to(tl.float32), 0)
+    bits = _bits_of_bfloat16(total / TOKENS)
+    tl.store(own + dim, bits.to(tl.int16), mask=inside)
+    centre = (bits << 16).to(tl.float32, bitcast=True)
+    for first in range(0, TOKENS, WORD):
+        wide = tl.load(lines + first * stride_t, mask=inside[None, :], other=0.0).to(tl.float32)
+        rest = tl.where(inside[None, :], wide - centre[None, :], 0.0)
+        scales = _bits_of_bfloat16(tl.sum(tl.abs(rest), 1) / HEAD_DIM)
+        tl.store(own + HEAD_DIM + first + token, scales.to(tl.int16))
+        words = tl.sum((rest >= 0).to(tl.int32) << token[:, None], 0)
+        tl.store(own + HEAD_DIM + TOKENS + first // WORD * HEAD_DIM + dim, words.to(tl.int16), mask=inside)
+
+
+@triton.jit
+def _bits_of_bfloat16(numbers):
+    """Round float32 to bfloat16, half to even, and return its bits: int32. Triton's interpreter would cut them off."""
+    bits = numbers.to(tl.int32, bitcast=True)
+    return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
