@@ -121,7 +121,7 @@ def _score(
     heads, kv_heads, dims = query.shape[1], index.shape[1], query.shape[2]
     signed, group = index.dtype == torch.int16, heads // kv_heads
     least = TILE_QUERIES if signed and dims <= TILE_DIMS else queries + 1  # queries of a tile
-    boxed = MANY // 2 if queries * group >= MANY // 2 else MIN_ROWS
+    boxed = MANY // 2 if queries >= TILE_QUERIES else MIN_ROWS
     few = (MIN_ROWS, SIGNED, DIM // 2, 8) if signed else (boxed, BOXES, DIM, 4)
     kernels = [(_logits, min(queries, least - 1), *few)]
     if queries >= least:

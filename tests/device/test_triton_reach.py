@@ -22,7 +22,7 @@ CASES = [
 TILES = [
     (key_signs, 32, 48, torch.float32, "queries", 0.0),
     (key_signs, 16, 128, torch.bfloat16, "heads", 5.0),
-    (key_signs, 16, 256, torch.float16, "none", 0.0),
+    (key_signs, 16, 512, torch.float16, "none", 0.0),
     (key_bounds, 32, 48, torch.bfloat16, "queries", 5.0),
 ]
 

@@ -97,8 +97,8 @@ def reach(
             and those that `fetch` cut, as others were read in their place.
         cache, host: [blocks, ...], pages of the layer in the pool and on the host.
         table: int32 [R', W'], block table of the layer; its rows get what is read.
-        scale, soft_cap, sinks: of the layer's attention (see `logits`); sinks are float32 [H], or on the CPU [T, H]: of
-            each query the logit of all that it attends to beside the blocks that are scored.
+        scale, soft_cap, sinks: of the layer's attention (see `logits`); sinks are float32 [H], or [T, H]: of each
+            query the logit of all that it attends to beside the blocks that are scored.
         step: number of the step, above those before.
         fetch: most blocks that come into a row's room; 0: any number.
         leads: whether the layer scores blocks itself.
