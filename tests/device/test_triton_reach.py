@@ -1,5 +1,7 @@
 """The kernels that choose, fetch and name blocks for a layer on a device, against plain torch."""
 
+from functools import partial
+
 import pytest
 import torch
 from test_reach_kernel import DIM, HEADS, HOST, KV_HEADS, POOL, made
@@ -77,7 +79,7 @@ def test_tiles_score_what_plain_torch_scores(of_keys, size, dim, dtype, sinks, s
     here = rows, index, numbers, state, host
     there = on_device(*here)
     for run, (its, of_blocks, *known, (*places, cache, table), pages) in (
-        (reach_reference, here),
+        (partial(reach_reference, tables=False), here),
         (module.reach, there),
     ):
         args = its, query.to(of_blocks.device), of_blocks, *known, *places, cache, pages, table, dim**-0.5, soft_cap

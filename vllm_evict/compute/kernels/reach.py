@@ -139,8 +139,9 @@ def reach_reference(
     step: int = 0,
     fetch: int = 0,
     leads: bool = True,
+    tables: bool = True,
 ) -> None:
-    """`reach` in plain torch, row by row."""
+    """`reach` in plain torch, row by row; `tables` says what kernels it stands for (`signs.tile_scores`)."""
     for row in range(len(rows.queries)):
         token, count, full, blocks, first, end, chosen, room, slot, out_row, chooses = (
             int(each[row]) for each in rows[:OF_ROWS]
@@ -152,7 +153,7 @@ def reach_reference(
                 queries, signs = query[token : token + count], index.dtype == torch.int16
                 its = None if sinks is None else sinks.expand(len(query), -1)[token : token + count]
                 if signs and count >= TILE_QUERIES and query.shape[2] <= TILE_DIMS:
-                    scores[slot, :full] = tile_scores(queries, own, scale, soft_cap, its)
+                    scores[slot, :full] = tile_scores(queries, own, scale, soft_cap, its, tables)
                 else:
                     score = sign_scores if signs else bound_scores
                     of_each = [
