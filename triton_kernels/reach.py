@@ -7,9 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..compute.kernels.reach import OF_ROWS, SCRATCH, ReachRows, bring_reference, reach_reference  # noqa: F401  (references)
+from ..compute.kernels.reach import OF_ROWS, SCRATCH, ReachRows, copy_reference, reach_reference  # noqa: F401  (references)
 from ..compute.kernels.signs import TILE_DIMS, TILE_QUERIES, tokens_of
-from .reach_tiles import indexed, of_part, tile_logits
+from .reach_tiles import indexed, of_part, signs_of, tile_logits
 from .tiles import DTYPES, LOG2_E, MIN_ROWS, check_int32, require, soft_capped, with_sinks
 
 #: Blocks that a program scores at once; of signs it has 16 tokens of each.
@@ -87,7 +87,7 @@ def reach(
             numbers, rows.written, places, read, fresh, coming, taken, to, of, slots, chooses, starts, rooms, out_rows,
             rows.written.stride(0), width, most, PLACES=PLACES, num_warps=4,
         )  # fmt: skip
-        bring(cache, host, to.view(-1), of.view(-1))
+        copy_blocks(cache, host, to.view(-1), of.view(-1))
         _name[(count, triton.cdiv(max(table.shape[1], most), CHUNK))](
             table, numbers, rows.written, places, held, read, picked, picks, taken, slots, chooses, blocks, starts,
             ends, chosen, out_rows, table.stride(0), rows.written.stride(0), width, most, step,
@@ -155,20 +155,21 @@ def _score(
         )  # fmt: skip
 
 
-def bring(cache: torch.Tensor, host: torch.Tensor, to: torch.Tensor, of: torch.Tensor) -> None:
-    """`compute.kernels.reach.bring` on a device. `host` is pinned, and the kernel reads it in place.
+def copy_blocks(target: torch.Tensor, source: torch.Tensor, to: torch.Tensor, of: torch.Tensor) -> None:
+    """`compute.kernels.reach.copy_blocks` where one of both is a device's. The other is pinned, and used in place.
 
     One launch, with a few programs for each block.
     """
     check_int32(to=to, of=of)
-    require(len(to) == len(of) and cache.shape[1:] == host.shape[1:], "to and of, and pages, must agree in shape")
-    require(cache.dtype == host.dtype and cache.stride(-1) == 1, "pages must have one dtype and a dense last dimension")
-    require(host.is_contiguous() and cache.dim() in (3, 4), "pages must be [blocks, (heads,) tokens, numbers]")
-    pages = cache if cache.dim() == 4 else cache.unsqueeze(1)
+    require(len(to) == len(of) and target.shape[1:] == source.shape[1:], "to and of, and pages, must agree in shape")
+    require(target.dtype == source.dtype, "pages must have one dtype")
+    require(target.stride(-1) == source.stride(-1) == 1, "pages must have a dense last dimension")
+    require(target.dim() in (3, 4), "pages must be [blocks, (heads,) tokens, numbers]")
+    target, source = (pages if pages.dim() == 4 else pages.unsqueeze(1) for pages in (target, source))
     if len(to):
-        _bring[(len(to), COPYING)](
-            pages, host, to, of, *pages.stride()[:3],
-            HEADS=pages.shape[1], TOKENS=pages.shape[2], NUMBERS=pages.shape[3], CHUNK=COPIED, num_warps=8,
+        _copy[(len(to), COPYING)](
+            target, source, to, of, *target.stride()[:3], *source.stride()[:3],
+            HEADS=target.shape[1], TOKENS=target.shape[2], NUMBERS=target.shape[3], CHUNK=COPIED, num_warps=8,
         )  # fmt: skip
 
 
@@ -253,9 +254,7 @@ def _of_signs(
             q = tl.load(queries[:, None] + dim[None, :], mask=valid[:, None] & within, other=0.0)
             at = HEAD_DIM + TOKENS + part * HEAD_DIM + dim
             bits = tl.load(words[:, None] + at[None, :], mask=held[:, None] & within, other=0)
-            bit = (bits.to(tl.int32) >> token[:, None]) & 1
-            signs = (bit * 2 - 1).to(tl.float32).to(q.dtype)
-            products = tl.dot(q, tl.trans(signs), products, input_precision="ieee")
+            products = tl.dot(q, tl.trans(signs_of(bits, token[:, None], q.dtype)), products, input_precision="ieee")
         length = tl.load(words + HEAD_DIM + part * WORD + token, mask=held, other=0)
         length = length.to(tl.bfloat16, bitcast=True).to(tl.float32)
         steps = tl.reshape(products * length[None, :], [ROWS, BLOCKS, WORD])
@@ -411,21 +410,22 @@ def _take_places(
 
 
 @triton.jit
-def _bring(
-    pages, host, to, of, stride_p, stride_h, stride_t,
+def _copy(
+    target, source, to, of, target_p, target_h, target_t, source_p, source_h, source_t,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, NUMBERS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Copy one block."""
-    target = tl.load(to + tl.program_id(0)).to(tl.int64)
-    if target >= 0:
-        host += tl.load(of + tl.program_id(0)).to(tl.int64) * (HEADS * TOKENS * NUMBERS)
-        pages += target * stride_p
+    there = tl.load(to + tl.program_id(0)).to(tl.int64)
+    if there >= 0:
+        target += there * target_p
+        source += tl.load(of + tl.program_id(0)).to(tl.int64) * source_p
         for first in range(tl.program_id(1) * CHUNK, HEADS * TOKENS * NUMBERS, tl.num_programs(1) * CHUNK):
             at = first + tl.arange(0, CHUNK)
             here = at < HEADS * TOKENS * NUMBERS
             line, number = at // NUMBERS, at % NUMBERS
-            own = line // TOKENS * stride_h + line % TOKENS * stride_t + number
-            tl.store(pages + own, tl.load(host + at, mask=here), mask=here)
+            head, token = line // TOKENS, line % TOKENS
+            numbers = tl.load(source + head * source_h + token * source_t + number, mask=here)
+            tl.store(target + head * target_h + token * target_t + number, numbers, mask=here)
 
 
 @triton.jit(do_not_specialize=["stride_table", "stride_w", "width", "most", "step"])

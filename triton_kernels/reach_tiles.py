@@ -5,9 +5,8 @@ import triton.language as tl
 
 from .tiles import soft_capped
 
-#: Tokens whose signs of one dimension are one word, and steps each way that queries are rounded to
-#: (`compute.kernels.signs.WORD`, `STEPS`).
-WORD, STEPS = tl.constexpr(16), tl.constexpr(127)
+#: Tokens whose signs of one dimension are one word (`compute.kernels.signs.WORD`).
+WORD = tl.constexpr(16)
 
 
 @triton.jit
@@ -27,12 +26,17 @@ def of_part(part, kv_head, count, GROUP: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _rounded(queries, valid, steps, start, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
-    """Return queries as whole numbers of steps, half to even: bfloat16 has all of them."""
+def signs_of(words, token, dtype: tl.constexpr):
+    """Return 1 or -1 for each token's bit of some words: the bit becomes the sign of a float32."""
+    bits = ((words.to(tl.int32) << (15 - token)) & 0x8000) ^ 0xBF80
+    return (bits << 16).to(tl.float32, bitcast=True).to(dtype)
+
+
+@triton.jit
+def _part(queries, valid, start, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
+    """Return some dimensions of queries."""
     dim = start + tl.arange(0, DIM)
-    within = valid[:, None] & (dim < HEAD_DIM)[None, :]
-    q = tl.load(queries[:, None] + dim[None, :], mask=within, other=0.0).to(tl.float32)
-    return (q * steps[:, None] + 12582912.0 - 12582912.0).to(tl.bfloat16)
+    return tl.load(queries[:, None] + dim[None, :], mask=valid[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=["base", "queries", "parts", "least", "scale", "stride_t", "stride_w", "pool", "width"])
@@ -44,7 +48,7 @@ def tile_logits(
 ):  # fmt: skip
     """Write the logit (base 2) of each block's best token, of each query and head of a tile.
 
-    Products of whole steps and signs are whole, and so exact in float32. Arguments are those of `reach._logits`.
+    Arguments are those of `reach._logits`.
     """
     at, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     row, kv_head = base + at, tl.program_id(1)
@@ -53,20 +57,12 @@ def tile_logits(
     slot = tl.load(slots + row).to(tl.int64)
     if slot >= 0 and tl.load(chooses + row) != 0 and asked >= least and part * ROWS < asked * GROUP:
         queried = query + (tl.load(tokens + row) + nth).to(tl.int64) * stride_t + head * stride_h
-        largest = tl.zeros([ROWS], tl.float32)
-        for start in range(0, HEAD_DIM, DIM):
-            dim = start + tl.arange(0, DIM)
-            within = valid[:, None] & (dim < HEAD_DIM)[None, :]
-            q = tl.load(queried[:, None] + dim[None, :], mask=within, other=0.0).to(tl.float32)
-            largest = tl.maximum(largest, tl.max(tl.abs(q), 1))
-        steps = tl.where(largest > 0, STEPS / largest, 0.0)
-        of_step = largest / STEPS * scale
         numbers += slot * width
         written += tl.load(out_rows + row).to(tl.int64) * stride_w
         target = logs + ((at.to(tl.int64) * queries + nth) * heads + head)[:, None] * width
         count, token = tl.load(full + row), tl.arange(0, WORD)
         if HEAD_DIM <= DIM:
-            q = _rounded(queried, valid, steps, 0, HEAD_DIM, DIM)
+            q = _part(queried, valid, 0, HEAD_DIM, DIM)
         for first in range(tl.program_id(2) * BLOCKS, count, tl.num_programs(2) * BLOCKS):
             block = first + tl.arange(0, BLOCKS)
             here = block < count
@@ -78,19 +74,19 @@ def tile_logits(
                     dim = start + tl.arange(0, DIM)
                     within = here[:, None] & (dim < HEAD_DIM)[None, :]
                     if HEAD_DIM > DIM:
-                        q = _rounded(queried, valid, steps, start, HEAD_DIM, DIM)
+                        q = _part(queried, valid, start, HEAD_DIM, DIM)
                     at_words = own[:, None] + HEAD_DIM + TOKENS + of_words * HEAD_DIM + dim[None, :]
-                    words = tl.load(at_words, mask=within, other=0).to(tl.int32)
-                    # A bit becomes the sign of 1 in bfloat16, whose bits are 0x3f80.
-                    signs = ((words[None, :, :] << (15 - token)[:, None, None]) & 0x8000) ^ 0xBF80
-                    signs = tl.reshape(signs.to(tl.int16), [WORD * BLOCKS, DIM]).to(tl.bfloat16, bitcast=True)
-                    products = tl.dot(q, tl.trans(signs), products)
+                    words = tl.load(at_words, mask=within, other=0)
+                    signs = signs_of(words[None, :, :], token[:, None, None], q.dtype)
+                    signs = tl.trans(tl.reshape(signs, [WORD * BLOCKS, DIM]))
+                    products = tl.dot(q, signs, products, input_precision="ieee")
                     if of_words == 0:
                         centre = tl.load(own[:, None] + dim[None, :], mask=within, other=0)
-                        centred = tl.dot(q, tl.trans(centre.to(tl.bfloat16, bitcast=True)), centred)
+                        centre = tl.trans(centre.to(tl.bfloat16, bitcast=True).to(q.dtype))
+                        centred = tl.dot(q, centre, centred, input_precision="ieee")
                 of_tokens = own[None, :] + HEAD_DIM + of_words * WORD + token[:, None]
                 lengths = tl.load(of_tokens, mask=here[None, :], other=0).to(tl.bfloat16, bitcast=True).to(tl.float32)
                 reached = tl.reshape(products, [ROWS, WORD, BLOCKS]) * lengths[None, :, :]
                 top = tl.maximum(top, tl.max(reached, 1))
-            log = soft_capped((centred + top) * of_step[:, None], SOFT_CAP)
+            log = soft_capped((centred + top) * scale, SOFT_CAP)
             tl.store(target + block[None, :], log, mask=valid[:, None] & here[None, :])

@@ -17,8 +17,17 @@ h2o, snapkv, snapkv by token, keydiff, sink-window, duo
            held and given back, needles found, and a second pass with the prefix cache of the first.
 mixed      requests under full beside requests that lose blocks, on the same cached prefixes.
 pressure   h2o, `when: pressure`, in a pool for half of the requests: all end, none is preempted.
+host       blocks over a quarter of the prompt go to the host, and decodes read a quarter: all needles are found, and in
+           a second pass, whose prefixes are hits. "host, pressure" is the same in a pool for half of the requests.
+read       nothing is evicted, and decodes read a quarter: all needles are found.
+host, oracle; read, oracle
+           one request: log-probabilities against a dense Llama whose layers choose blocks for themselves.
+drafts     h2o with drafts by n-grams. fp8: h2o over a cache in fp8.
+windows, latents, states
+           h2o on small random models (Gemma 2, DeepSeek V3, Granite 4 without experts): log-probabilities against
+           transformers' own model of the same weights, whose queries do not see what was evicted.
 waits      h2o, with vLLM told to fail a step that waits for the device or compiles a kernel, the plugin's parts before
-           and after vLLM's runner included.
+           and after vLLM's runner included. "waits, host" is the same for host.
 kernels    the tests of the Triton and CUDA kernels, on the device (they need pytest and tests/).
 
 Freed blocks are full of NaN (VLLM_EVICT_POISON=1). The expected number of needles of a policy was measured on vLLM's
@@ -62,7 +71,15 @@ LOAD = {"requests": 12, "context": 1024, "output": 57, "chunk": 1056, "blocks": 
 TOKENS = 1024 + 8 + 57
 HEADS = str(ROOT / "configs" / "heads" / "needle")
 KEPT = {"budget": 256, "buffer": 0, "sink": 32, "recent": 64}
+HOST = {"name": "full", "evict": "host", "host": "64MiB", **KEPT}
+#: Of one request, whose layers choose anew with each token.
+CHOSEN = {"name": "full", "sink": 32, "recent": 32, "read": 128, "hold": 1}
 H2O = {"name": "h2o", "accumulate": "last", "window": 16, **KEPT}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+#: Case -> its model.
+CLASSES = {"windows": "gemma2", "latents": "DeepseekV3ForCausalLM", "states": "granitemoehybrid"}
+#: Backends of latents that are like those of keys and values.
+OF_LATENTS = {"FLASH_ATTN": "FLASH_ATTN_MLA", "TRITON_ATTN": "TRITON_MLA", "CPU_ATTN": "CPU_MLA"}
 POISON = {"VLLM_EVICT_POISON": "1"}
 #: Seconds that a case needs at least: none begins with less.
 LEAST = 30
@@ -78,6 +95,7 @@ class Case:
         environment, engine: variables and further arguments of this case's engine.
         limit: seconds, if not `--limit`.
         needs: a case of the same backend and mode whose findings this one gets.
+        model: class of a random model (`check_models.MODELS`); empty for the one that finds needles.
         backend, mode: empty for cases without an engine.
     """
 
@@ -90,6 +108,7 @@ class Case:
     engine: dict[str, Any] = field(default_factory=dict)
     limit: float = 0
     needs: str = ""
+    model: str = ""
     backend: str = ""
     mode: str = ""
 
@@ -110,6 +129,10 @@ def around(found: int) -> tuple[int, int]:
 
 
 ALL = {"found": (LOAD["requests"],) * 2}
+EVERY = {"found": around(12), "found again": around(12)}
+ONE = {"requests": 1, "context": 600, "output": 97, "chunk": 256, "cached": False}
+CLOSER, OF_RANDOM = {"error": 0.1, "nearer": 3.0}, {"error": 0.3, "nearer": 4.0}
+NEAR = {"error": 0.05, "control": 0.1, "alike": 0.9}
 SAME = {"needs": "stock", "load": {"cached": False}}
 CASES = [
     Case("stock", "stock", None, ALL, {"cached": False}, {"VLLM_PLUGINS": ""}),
@@ -119,8 +142,8 @@ CASES = [
         "oracle",
         "oracle",
         H2O | {"budget": 128, "recent": 32},
-        {"error": 0.05, "control": 0.1, "alike": 0.9},
-        {"requests": 1, "context": 600, "output": 97, "chunk": 256, "cached": False},
+        NEAR,
+        ONE,
         POISON,
     ),
     Case("kernels", "kernels"),
@@ -132,13 +155,32 @@ CASES = [
         {"chunk": 512, "blocks": 6 * 35, "cached": False},
         POISON,
     ),
+    Case("host", "reaches", HOST, EVERY, environment=POISON),
+    Case("read", "reaches", {"name": "full", "read": 256, "sink": 32, "recent": 64}, EVERY, environment=POISON),
+    Case(
+        "host, oracle",
+        "chooses",
+        CHOSEN | HOST | {"budget": 160, "recent": 32},
+        CLOSER,
+        ONE,
+        POISON,
+    ),
+    Case("read, oracle", "chooses", CHOSEN, CLOSER, ONE, POISON),
+    Case(
+        "host, pressure",
+        "reaches",
+        HOST | {"when": "pressure"},
+        EVERY,
+        {"chunk": 512, "blocks": 6 * 35 + 35, "cached": False},
+        POISON,
+    ),
     Case("mixed", "mixed", H2O | {"allow": ["full"]}, {"found": (6, 6)}, environment=POISON),
     Case(
         "context",
         "oracle",
         H2O | {"budget": 128, "recent": 32, "context": 320, "allow": []},
-        {"error": 0.05, "control": 0.1, "alike": 0.9},
-        {"requests": 1, "context": 600, "output": 97, "chunk": 64, "cached": True},
+        NEAR,
+        ONE | {"chunk": 64, "cached": True},
         POISON,
     ),
     # Half of the heads keep all blocks, the others sinks, window and the block that is being written.
@@ -159,6 +201,20 @@ CASES = [
     ),
     evicts("snapkv", {"name": "snapkv", **KEPT}, 12, 12),
     # keydiff finds no more at half of the prompt; sink-window finds the needles inside its window.
+    replace(evicts("drafts", H2O, 12, 12), engine={"speculative_config": NGRAM}),
+    replace(evicts("fp8", H2O, 12, 12), engine={"kv_cache_dtype": "fp8"}),
+    *(
+        Case(name, "masked", H2O | {"budget": 128, "recent": 32}, OF_RANDOM, ONE | {"output": 65}, POISON, model=model)
+        for name, model in CLASSES.items()
+    ),
+    Case(
+        "waits, host",
+        "reaches",
+        HOST,
+        EVERY,
+        environment={"VLLM_GPU_SYNC_CHECK": "error"},
+        engine={"jit_monitor_mode": "error"},
+    ),
     evicts("keydiff", {"name": "keydiff", **KEPT, "budget": 512}, 7, 7, kept=512, measures=False),
     evicts("sink-window", {"name": "sink-window", "sink": 32, "recent": 192, "buffer": 0}, 2, 2, measures=False),
 ]
@@ -198,8 +254,10 @@ def unserved(case: Case) -> str:
 
     if case.name == "duo" and case.backend in WHOLE_LAYERS:
         return f"policies that split heads are not for {case.backend}"
-    if case.check in ("oracle", "kernels") and not (ROOT / "tests/harness/oracle").is_dir():
+    if case.check in ("oracle", "chooses", "masked", "kernels") and not (ROOT / "tests/harness/oracle").is_dir():
         return "there is no tests/ here"
+    if case.name == "latents" and case.backend == "CPU_ATTN":
+        return "vLLM's kernel for rotations on CPUs turns the wrong heads of latents"
     if case.name == "kernels" and find_spec("pytest") is None:
         return "there is no pytest here"
     return ""
@@ -278,10 +336,12 @@ def specification(case: Case, given: dict[str, Any] | None) -> dict[str, Any]:
     """The specification for `check_child.run`; `given` is the outcome of the case that it needs."""
     spec = {**LOAD, **case.load, "check": case.check, "policy": case.policy, "wanted": case.wanted}
     spec |= {"backend": case.backend, "graphs": case.mode == GRAPHS, "files": KERNELS}
-    spec |= {"engine": dict(case.engine), "given": given and given["found"]}
+    spec |= {"engine": dict(case.engine), "given": given and given["found"], "model": case.model}
+    if case.name == "latents":
+        spec["backend"] = OF_LATENTS.get(case.backend, case.backend)
     if case.backend not in ("", "CPU_ATTN"):
         # The pool's size is given, so utilization is only the memory that has to be free at start.
-        spec["engine"] |= {"attention_config": {"backend": case.backend}, "gpu_memory_utilization": 0.05}
+        spec["engine"] |= {"attention_config": {"backend": spec["backend"]}, "gpu_memory_utilization": 0.05}
     if spec["graphs"]:
         # Few graphs, the largest for all requests at once.
         sizes = [size for size in (1, 4, 8) if size < spec["requests"]] + [spec["requests"]]

@@ -16,6 +16,7 @@ from typing import Any
 
 sys.path += [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
+from check_models import RandomModel
 from engine_child import Engine, after
 from engines import greedy, scheduler_of
 from load import DTYPES, KV_NUMBERS, MODEL, QUESTION, has_found, needles
@@ -56,9 +57,16 @@ class Checked:
             "enforce_eager": not spec["graphs"],
             **spec["engine"],
         }
-        self.engine = Engine({"model": str(MODEL), "policy": spec["policy"], "engine": engine, "vocab": 0})
+        model = self.random = None
+        if spec["model"]:
+            self.random = RandomModel(spec["model"])
+            model, engine = self.random.folder, engine | self.random.engine(spec["blocks"])
+        self.engine = Engine({"model": str(model or MODEL), "policy": spec["policy"], "engine": engine, "vocab": 0})
         self.llm = self.engine.llm
-        self.tokenizer, self.batch = needles(argparse.Namespace(**spec), seed=0)
+        if self.random is None:
+            self.tokenizer, self.batch = needles(argparse.Namespace(**spec), seed=0)
+        else:
+            self.batch = [(None, self.random.prompt(spec["context"]))]
         #: Kernel that attended in full CUDA graphs -> steps.
         self.graphs: Counter[str] = Counter()
         if self.engine.plugin is not None:
@@ -222,6 +230,42 @@ def evicts(checked: Checked) -> dict[str, Any]:
     return result
 
 
+def reaches(checked: Checked) -> dict[str, Any]:
+    """Layers of decodes read a part of all blocks, which are on the host or not: needles, and blocks that came back."""
+    from vllm_evict.compute.reach import Reach
+
+    host, choices = "evict" in checked.spec["policy"], Counter[int]()
+    read = Reach.read
+
+    def counted(self: Any, call: Any, *args: Any, **kwargs: Any) -> None:
+        choices[call.place] += 1
+        read(self, call, *args, **kwargs)
+
+    Reach.read = counted  # type: ignore[method-assign]
+    outputs = checked.ask()
+    usages = [output.kv_usage for output in outputs]
+    again = checked.ask()
+    Reach.read = read  # type: ignore[method-assign]
+    result = {"found": checked.found(outputs), "found again": checked.found(again)}
+    for name, found in result.items():
+        checked.check_found(name, found)
+    result["choices"] = sum(choices.values())
+    checked.wrong.unless(result["choices"] > 0, "no layer chose what it reads")
+    lost = sum(usage.evicted_blocks for usage in usages) if host else 0
+    if host:
+        result["spilled_blocks"], result["fetched_blocks"], result["in_room_blocks"] = (
+            sum(getattr(usage, name) or 0 for usage in usages)
+            for name in ("spilled_blocks", "fetched_blocks", "in_room_blocks")
+        )
+        checked.wrong.unless(result["spilled_blocks"] > 0, "no block went to the host")
+        checked.wrong.unless(result["fetched_blocks"] > 0, "no block came from the host")
+        checked.wrong.unless(lost > 0, "no block left the pool")
+    if checked.spec["cached"]:
+        result["cached_tokens"] = sum(output.num_cached_tokens for output in again)
+        checked.wrong.unless(result["cached_tokens"] > 0, "the prefix cache was never hit")
+    return result
+
+
 def mixed(checked: Checked) -> dict[str, Any]:
     """Requests with and without evictions in one batch, on prefixes that the former have published."""
     policy = checked.spec["policy"]["name"]
@@ -294,6 +338,72 @@ def oracle(checked: Checked) -> dict[str, Any]:
     return result
 
 
+def compared(checked: Checked, of_holes: Any, of_all: Any, output: Any, **counts: Any) -> dict[str, Any]:
+    """Compare log-probabilities with logits [n, V] of a dense model, and with those of one that sees everything."""
+    import torch
+
+    first = len(output.prompt_token_ids) - 1
+
+    def error(logits: Any) -> float:
+        logs = torch.log_softmax(logits.double(), -1)
+        want = [logs[first + at, token].item() for at, token in enumerate(output.outputs[0].token_ids)]
+        return sum(abs(a - b) for a, b in zip(logprobs(output), want, strict=True)) / len(want)
+
+    result = {"mean_error": error(of_holes), "of_all": error(of_all), **counts}
+    wanted = checked.spec["wanted"]
+    off = f"log-probabilities are {result['mean_error']:.3g} off the oracle's on average"
+    checked.wrong.unless(result["mean_error"] <= wanted["error"], f"{off}, {wanted['error']:g} is allowed")
+    nearer = wanted["nearer"] * result["mean_error"] <= result["of_all"]
+    checked.wrong.unless(nearer, f"{off}, and {result['of_all']:.3g} off those of a model that sees everything")
+    return result
+
+
+def chooses(checked: Checked) -> dict[str, Any]:
+    """Compare log-probabilities of one request with a dense Llama in float32 whose layers choose for themselves."""
+    sys.path.insert(0, str(ROOT / "tests/harness"))
+    import torch
+    from oracle.model import DenseLlama
+    from oracle.selection import Chooser
+
+    steps = Steps(scheduler_of(checked.llm))
+    (output,) = checked.ask()
+    tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+    counts, *_ = steps.of_request(len(tokens) - 1)
+    fields = {key: checked.spec["policy"][key] for key in ("read", "sink", "recent", "hold")}
+    dense = DenseLlama(MODEL)
+    chooser, logits = Chooser(dense, **fields), {}
+    for all_of in (False, True):
+        cache, end, found = dense.new_cache(), 0, []
+        for count in counts:
+            first, end = end, end + count
+            mask = torch.arange(end) <= torch.arange(first, end)[:, None]
+            if not all_of:
+                mask = chooser.mask(mask, list(range(-(-end // BLOCK))), count == 1)
+            found.append(dense.forward(tokens[first:end], cache, mask)[0])
+        logits[all_of] = torch.cat(found)
+    checked.wrong.unless(chooser.chosen > 0, "the oracle never chose")
+    return compared(checked, logits[False], logits[True], output, choices=chooser.chosen)
+
+
+def masked(checked: Checked) -> dict[str, Any]:
+    """Compare log-probabilities of one request on a random model with transformers', whose queries miss what went."""
+    sys.path.insert(0, str(ROOT / "tests/harness"))
+    from oracle.replay import Config, replay_told
+
+    scheduler = scheduler_of(checked.llm)
+    steps, size = Steps(scheduler), scheduler.kv_managers[0].block_size
+    (output,) = checked.ask()
+    tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+    counts, told, decided, _ = steps.of_request(len(tokens) - 1)
+    dense, nothing = checked.random.dense(), [[]] * len(counts)
+    of_holes, of_all = (
+        replay_told(dense, tokens, counts, Config("full", size), holes, nothing).logits for holes in (told, nothing)
+    )
+    gone = sum(map(len, decided))
+    checked.wrong.unless(gone > 0, "nothing was evicted")
+    return compared(checked, of_holes, of_all, output, evicted_blocks=gone)
+
+
 class Steps:
     """Records each step of one request: its tokens, holes and rotations of its plan, holes decided after it."""
 
@@ -339,7 +449,8 @@ class Steps:
         return counts, self._told[: len(counts)], decided, self._moved
 
 
-CHECKS = {check.__name__: check for check in (stock, same, evicts, mixed, under_pressure, oracle)}
+OF_ENGINES = stock, same, evicts, reaches, mixed, under_pressure, oracle, chooses, masked
+CHECKS = {check.__name__: check for check in OF_ENGINES}
 
 
 def kernels(spec: dict[str, Any]) -> dict[str, Any]:

@@ -64,7 +64,8 @@ class Engine:
 
         config, runner = self.llm.llm_engine.vllm_config, self.worker.model_runner
         layers = config.compilation_config.static_forward_context.values()
-        layer = next(layer for layer in layers if isinstance(layer, AttentionLayerBase))
+        # Layers of states have no implementation of attention.
+        layer = next(layer for layer in layers if isinstance(layer, AttentionLayerBase) and hasattr(layer, "impl"))
         flash = getattr(layer.impl, "vllm_flash_attn_version", None)
         mode = runner.compilation_config.cudagraph_mode
         versions = {"vllm": vllm.__version__, "torch": torch.__version__}

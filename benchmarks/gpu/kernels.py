@@ -14,6 +14,8 @@ decode: `decode_mass` without mass, with mass of blocks and of tokens; beside a 
 with cp.async. fp8: the same over caches in fp8, with queries in bfloat16. latents: the two passes beside an MLA
 backend's kernel. chunk: `query_lse` and `mass_from_lse` for 2,048 queries, in TFLOP/s, because compute bounds them.
 classes: `decode_classes` of half the KV heads with all tokens and half with 384, and `decode_mass` of each in turn.
+reach: what a layer of a decode does that reads an eighth of its blocks by signs of keys: choose, and attend to these;
+beside the attention to all. fetch: blocks that a layer copies from pinned host memory, and back, beside copies by CUDA.
 compact: a request of 8 to 32 layers whose heads keep half of its tokens each, in one launch and through scratch.
 
 Without a GPU it prints a line and exits with status 0. --dry-run measures nothing: each variant runs once, on tiny
@@ -25,7 +27,7 @@ import itertools
 import math
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -291,6 +293,71 @@ def moves(case: Case, least: int, most: int) -> dict[str, Variant]:
     }
 
 
+def choices(case: Case) -> dict[str, Variant]:
+    """Choose an eighth of the blocks, which are all on the device, and attend to them."""
+    from vllm_evict.compute.kernels.reach import OF_ROWS, ReachRows
+    from vllm_evict.compute.kernels.signs import key_signs
+    from vllm_evict.triton_kernels.decode_mass import decode_mass, plan_decode
+    from vllm_evict.triton_kernels.reach import reach
+
+    count, width, read = case.requests, case.width, max(case.width // 8, 4)
+    query, output = case.random(count, case.heads, case.dim), case.random(count, case.heads, case.dim)
+    keys = key_signs(case.random(64, case.kv_heads, case.block_size, case.dim))
+    indices = [keys[torch.randint(64, (count * width,), device=case.device)] for _ in range(2)]
+    known = torch.zeros((OF_ROWS, -(-count // 4) * 4), dtype=torch.int32, device=case.device)
+    for number, value in enumerate((0, 1, width - 1, width, 1, width - 1, read - 2, 0, 0, 0, 1)):
+        known[number] = value
+    for number in (0, 8, 9):  # the query, slot and row of each request
+        known[number] = case.ints(known.shape[1])
+    rows = ReachRows._make((*known[:, :count].unbind(), case.table, count * width, 1))
+    nothing = [torch.full((count, width), -1, dtype=torch.int32, device=case.device) for _ in range(4)]
+    state = *nothing, case.zeros(count, width), case.zeros(count, 3).int()
+    table, lens = torch.zeros_like(case.table), torch.full_like(case.lens, read * case.block_size)
+    shape = count, case.heads, case.kv_heads, case.dim, case.block_size
+    of_all, of_best = (plan_decode(*shape, blocks, DTYPE, case.device) for blocks in (width, read))
+
+    def choose(cache, index):
+        reach(rows, query, index, *state, cache, cache[:0].contiguous(), table, case.scale, step=1)
+
+    def attend(its, plan):
+        decode_mass(its, case.rows, output, plan=plan)
+
+    def both(cache, index, its):
+        choose(cache, index)
+        attend(replace(its, block_table=table[:, :read], seq_lens=lens), of_best)
+
+    its = case.attentions(query)
+    pairs = [(cache, indices[number % 2]) for number, cache in enumerate(case.caches)]
+    moved, of_index = 2 * case.keys_bytes, indices[0].nbytes
+    return {
+        "copy": case.copy(moved),
+        "attend to all": Variant([partial(attend, each, of_all) for each in its], moved),
+        "choose": Variant([partial(choose, *pair) for pair in pairs], of_index),
+        "choose and attend": Variant(
+            [partial(both, *pair, each) for pair, each in zip(pairs, its)], of_index + moved * read // width
+        ),
+    }
+
+
+def fetches(case: Case) -> dict[str, Variant]:
+    """Copy an eighth of the blocks between pinned memory and the cache, in each direction."""
+    from vllm_evict.compute.pinned import pinned
+    from vllm_evict.triton_kernels.reach import copy_blocks
+
+    cache, count = case.caches[0], max(case.requests * case.width // 8, 1)
+    shape = count, *cache.shape[1:]
+    host = pinned(shape, cache.dtype) if case.device == "cuda" else torch.zeros(shape, dtype=cache.dtype)
+    dense = torch.zeros(shape, dtype=cache.dtype, device=case.device)
+    there, here = (torch.randperm(of, device=case.device)[:count].int() for of in (len(cache), count))
+    return {
+        "copy": case.copy(2 * host.nbytes),
+        "to the device": Variant([lambda: copy_blocks(cache, host, there, here)], host.nbytes),
+        "to the host": Variant([lambda: copy_blocks(host, cache, here, there)], host.nbytes),
+        "by CUDA, to the device": Variant([lambda: dense.copy_(host, non_blocking=True)], host.nbytes),
+        "by CUDA, to the host": Variant([lambda: host.copy_(dense, non_blocking=True)], host.nbytes),
+    }
+
+
 def graph_of(calls) -> torch.cuda.CUDAGraph:
     """Capture all calls in one graph, after compiling and running them."""
     for call in calls:
@@ -343,28 +410,6 @@ class Times:
         return f"{self.per_second(name, self.variants[name].bytes) / 1e9:.0f} GB/s ({self.of_a_copy(name):.0%})"
 
 
-def cases(tokens: list[int], device: str, tiny: bool):
-    """Cases: (kind, shape, tokens, variants, words about their times)."""
-    short, queries, layers = (37, 20, (2, 2)) if tiny else (SHORT, CHUNK, LAYERS)
-    for shape, length in itertools.product(TINY if tiny else SHAPES, tokens):
-        yield "decode", shape, length, decode(Case(shape, length, device)), of_decode
-    for shape, length in itertools.product(TINY if tiny else FP8, tokens):
-        yield "fp8", shape, length, decode(Case(shape, length, device, torch.float8_e4m3fn)), of_decode
-    for shape, length in itertools.product(TINY_LATENTS if tiny else LATENTS, tokens):
-        yield "latents", shape, length, latents(Case(shape, length, device, parts=1)), of_latents
-    for shape, length in itertools.product(TINY if tiny else CHUNKS, tokens):
-        if length >= queries:
-            work = 2 * shape[1] * shape[3] * queries * (length - (queries - 1) / 2)
-            said = lambda times, work=work: of_chunk(times, work)  # noqa: E731
-            yield "chunk", shape, length, chunk(Case(shape, length, device), queries), said
-    for shape, length in itertools.product(TINY if tiny else CLASSES, tokens):
-        half = shape[0], shape[1] // 2, shape[2] // 2, *shape[3:]
-        pair = Case(half, length, device), Case(half, min(short, length), device)
-        yield "classes", shape, length, classes(*pair), of_classes
-    for shape, length in itertools.product(TINY if tiny else CHUNKS, tokens):
-        yield "compact", shape, length, moves(Case((1, *shape[1:]), length, device), *layers), of_moves
-
-
 def of_decode(times: Times) -> str:
     in_cuda = [name for name in times.variants if name.startswith(IN_CUDA)]
     return (
@@ -412,21 +457,83 @@ def of_classes(times: Times) -> str:
     return f"together {times.bandwidth('together')}, {times.times('together', 'in turn'):.0%} of the time in turn"
 
 
+def of_choices(times: Times) -> str:
+    return (
+        f"choose {times.bandwidth('choose')}, attend to all {times.bandwidth('attend to all')}, choose and attend in "
+        f"{times.times('choose and attend', 'attend to all'):.0%} of its time"
+    )
+
+
+def of_fetches(times: Times) -> str:
+    return ", ".join(f"{name} {times.bandwidth(name)}" for name in times.variants if name != "copy")
+
+
 def of_moves(times: Times) -> str:
     return f"ordered {times.bandwidth('ordered')}, through scratch {times.bandwidth('through scratch')}"
+
+
+#: Kind -> its shapes, and function that says what came of one.
+KINDS: dict[str, tuple[list[tuple[int, ...]], Callable[..., str]]] = {
+    "decode": (SHAPES, of_decode),
+    "fp8": (FP8, of_decode),
+    "latents": (LATENTS, of_latents),
+    "chunk": (CHUNKS, of_chunk),
+    "classes": (CLASSES, of_classes),
+    "reach": (CLASSES, of_choices),
+    "fetch": (CLASSES[1:2], of_fetches),
+    "compact": (CHUNKS, of_moves),
+}
+
+
+def cases(tokens: list[int], device: str, tiny: bool, kinds: Collection[str] = KINDS):
+    """Cases: (kind, shape, tokens, variants, words about their times)."""
+    short, queries, layers = (37, 20, (2, 2)) if tiny else (SHORT, CHUNK, LAYERS)
+
+    def of(shape, length, **options):
+        return Case(shape, length, device, **options)
+
+    def in_halves(shape, length):
+        half = shape[0], shape[1] // 2, shape[2] // 2, *shape[3:]
+        return classes(of(half, length), of(half, min(short, length)))
+
+    made: dict[str, Callable[..., dict[str, Variant]]] = {
+        "decode": lambda *its: decode(of(*its)),
+        "fp8": lambda *its: decode(of(*its, kept=torch.float8_e4m3fn)),
+        "latents": lambda *its: latents(of(*its, parts=1)),
+        "chunk": lambda *its: chunk(of(*its), queries),
+        "classes": in_halves,
+        "reach": lambda *its: choices(of(*its)),
+        "fetch": lambda *its: fetches(of(*its)),
+        "compact": lambda shape, length: moves(of((1, *shape[1:]), length), *layers),
+    }
+    for kind, (shapes, said) in KINDS.items():
+        if kind not in kinds:
+            continue
+        for shape, length in itertools.product(
+            (TINY_LATENTS if kind == "latents" else TINY) if tiny else shapes, tokens
+        ):
+            if kind != "chunk":
+                yield kind, shape, length, made[kind](shape, length), said
+            elif length >= queries:
+                work = 2 * shape[1] * shape[3] * queries * (length - (queries - 1) / 2)
+                yield kind, shape, length, made[kind](shape, length), partial(said, work=work)
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8192], help="resident tokens of a request")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--kinds", nargs="+", choices=list(KINDS), metavar="KIND", help=f"only these: {', '.join(KINDS)}"
+    )
     parser.add_argument("--json", type=Path, help="file for all rounds")
     parser.add_argument("--head-major", action="store_true", help="a block has all tokens of a head side by side")
     parser.add_argument("--dry-run", action="store_true", help="run each variant once, on tiny shapes")
     options = parser.parse_args(arguments)
-    Case.token_major = not options.head_major
+    Case.token_major, kinds = not options.head_major, options.kinds or KINDS
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     if options.dry_run:
-        for kind, shape, tokens, variants, _ in cases([70], "cuda" if torch.cuda.is_available() else "cpu", tiny=True):
+        for kind, shape, tokens, variants, _ in cases([70], device, tiny=True, kinds=kinds):
             for name, variant in variants.items():
                 variant.calls[0]()
                 print(f"{kind} of {tokens} tokens, {shape}: {name} runs, {variant.bytes} bytes")
@@ -439,7 +546,7 @@ def main(arguments: list[str] | None = None) -> None:
     print("requests x heads/KV heads x head size, block | tokens")
     report = {"gpu": the_gpu(), "torch": torch.__version__, "triton": triton.__version__, "command": command()}
     report["rows"] = []
-    for kind, shape, tokens, variants, said in cases(options.tokens, "cuda", tiny=False):
+    for kind, shape, tokens, variants, said in cases(options.tokens, "cuda", tiny=False, kinds=kinds):
         times = Times(variants, options.rounds)
         moved = {name: variant.bytes for name, variant in variants.items()}
         row = {"kind": kind, "shape": shape, "tokens": tokens, "bytes": moved, "milliseconds": times.rounds}

@@ -80,10 +80,6 @@ const MoveRows* choose_moves(const optional<string>& isa) {
 const ReachKernel& choose_reach(const optional<string>& isa) {
   // The kernels of attention know what this CPU runs.
   const string path = choose_kernel(isa).name;
-#if defined(__x86_64__)
-  const bool dots = path.ends_with("_bf16") && __builtin_cpu_supports("avx512vnni");
-  if (avx512_vnni_reach && dots) return *avx512_vnni_reach;
-#endif
   if (avx512_reach && (path == "amx_bf16" || path.starts_with("avx512"))) return *avx512_reach;
   return avx2_reach && path == "avx2" ? *avx2_reach : *portable_reach;
 }

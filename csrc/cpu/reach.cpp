@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <numeric>
 #include <stdexcept>
 #include <vector>
@@ -25,9 +26,22 @@ float widened(const void* from, Type type, int64_t at) {
   return static_cast<float>(x);
 }
 
+struct alignas(64) Line {
+  float floats[16];
+};
+using Lines = std::unique_ptr<Line[]>;
+
+Lines lines_of(int64_t floats) { return std::make_unique_for_overwrite<Line[]>((floats + 15) / 16); }
+
+// Blocks that tiles score, packed. Those of one prompt score the same ones, up to different ends.
+struct Packed {
+  std::vector<int32_t> places;
+  Lines panels;  // [KV heads, panels]
+};
+
 // Scratch of one thread.
 struct Scratch {
-  std::vector<float> query, logits, shares, tile;
+  std::vector<float> query, logits, shares;
   std::vector<int32_t> places, order, over, free;
   std::vector<char> taken;
 };
@@ -40,37 +54,74 @@ const int32_t* numbers_of(const ReachArgs& a, int64_t row) {
   return a.numbers + a.slots[row] * a.width;
 }
 
+void find_places(const ReachArgs& a, int64_t row, std::vector<int32_t>& places) {
+  const int32_t *numbers = numbers_of(a, row), *written = written_of(a, row);
+  places.resize(a.full[row]);
+  for (int64_t n = 0; n < a.full[row]; ++n)
+    places[n] = numbers[n] >= 0 ? static_cast<int32_t>(a.pool) + numbers[n] : written[n];
+}
+
+bool is_tile(const ReachArgs& a, int64_t row) {
+  return a.index.signs && a.dim <= kTileDims && a.query_counts[row] >= kTileQueries;
+}
+
+// Finds what to pack for rows that are tiles. Returns the number of each row in `packed`, or -1.
+std::vector<int64_t> find_packed(const ReachArgs& a, std::vector<Packed>& packed) {
+  std::vector<int64_t> of_rows(a.rows, -1);
+  std::vector<int32_t> places;
+  for (int64_t row = 0; row < a.rows; ++row) {
+    if (!a.leads || !a.chooses[row] || !is_tile(a, row)) continue;
+    find_places(a, row, places);
+    const auto same = [&](const std::vector<int32_t>& last) {
+      return std::equal(places.begin(), places.begin() + std::min(places.size(), last.size()), last.begin());
+    };
+    if (packed.empty() || !same(packed.back().places)) packed.emplace_back();
+    if (places.size() > packed.back().places.size()) packed.back().places.swap(places);
+    of_rows[row] = packed.size() - 1;
+  }
+  return of_rows;
+}
+
+// Panels of one KV head, and their floats.
+int64_t panels_of(const ReachKernel& kernel, const Packed& packed) {
+  return (static_cast<int64_t>(packed.places.size()) + kernel.panel - 1) / kernel.panel;
+}
+int64_t packed_floats(const ReachArgs& a, const ReachKernel& kernel, const Packed& packed) {
+  return panels_of(kernel, packed) * kernel.panel_floats(a.dim, a.index.block_size);
+}
+
+// What one KV head of a row's queries is to the blocks, as BlockLogits have it.
+void scale_queries(const ReachArgs& a, int64_t row, int64_t head, float* to) {
+  const int64_t group = a.heads / a.index.kv_heads;
+  for (int64_t i = 0; i < a.query_counts[row] * group; ++i)
+    for (int64_t d = 0; d < a.dim; ++d) {
+      const int64_t at = (a.queries[row] + i / group) * a.query_token_stride +
+                         (head * group + i % group) * a.query_head_stride + d;
+      const float q = widened(a.query, a.query_type, at) * a.scale;
+      to[2 * i * a.dim + d] = a.index.signs ? q : std::max(q, 0.f);
+      to[(2 * i + 1) * a.dim + d] = std::min(q, 0.f);
+    }
+}
+
 // The share of attention that a query of the row may pay to each full block, summed up over heads;
 // of several queries the largest.
-void score(const ReachArgs& a, const ReachKernel& kernel, int64_t row, Scratch& s) {
-  const int64_t group = a.heads / a.index.kv_heads, full = a.full[row], size = 2 * a.dim,
-                count = a.query_counts[row];
-  const bool tile = a.index.signs && count >= kTileQueries && a.dim <= kTileDims;
-  // Shares of query i in block n are at n * of_block + i * of_query.
-  const int64_t of_block = tile ? padded_queries(count) : 1, of_query = tile ? 1 : full;
-  s.query.resize(count * group * size);
-  if (tile)
-    s.tile.resize(tile_scratch(count, group, a.dim, a.index.block_size, full));
-  else
+void score(const ReachArgs& a, const ReachKernel& kernel, int64_t row, const Packed* packed, Scratch& s) {
+  const int64_t group = a.heads / a.index.kv_heads, full = a.full[row], count = a.query_counts[row],
+                padded = packed ? (full + kernel.panel - 1) / kernel.panel * kernel.panel : full;
+  s.query.resize(2 * count * group * a.dim);
+  s.shares.assign(count * padded, 0.f);
+  const Lines scratch = packed ? lines_of(count * group * (padded + 1 + a.dim)) : Lines{};
+  if (!packed) {
+    find_places(a, row, s.places);
     s.logits.resize(count * group * full);
-  s.shares.assign(std::max(count, of_block) * full, 0.f);
-  s.places.resize(full);
-  const int32_t *numbers = numbers_of(a, row), *written = written_of(a, row);
-  for (int64_t n = 0; n < full; ++n)
-    s.places[n] = numbers[n] >= 0 ? static_cast<int32_t>(a.pool) + numbers[n] : written[n];
+  }
   for (int64_t head = 0; head < a.index.kv_heads; ++head) {
-    for (int64_t i = 0; i < count * group; ++i)
-      for (int64_t d = 0; d < a.dim; ++d) {
-        const int64_t at = (a.queries[row] + i / group) * a.query_token_stride +
-                           (head * group + i % group) * a.query_head_stride + d;
-        const float q = widened(a.query, a.query_type, at) * a.scale;
-        s.query[i * size + d] = a.index.signs ? q : std::max(q, 0.f);
-        s.query[i * size + a.dim + d] = std::min(q, 0.f);
-      }
+    scale_queries(a, row, head, s.query.data());
     const float* sinks = a.sinks ? a.sinks + a.queries[row] * a.sink_stride + head * group : nullptr;
-    if (tile) {
-      kernel.tile(s.query.data(), count, group, a.dim, a.index, head, a.soft_cap, sinks,
-                  a.sink_stride, s.places.data(), full, s.tile.data(), s.shares.data());
+    if (packed) {
+      const float* panels = packed->panels[0].floats + head * packed_floats(a, kernel, *packed);
+      kernel.tile(s.query.data(), count, group, a.dim, a.index.block_size, a.soft_cap, sinks,
+                  a.sink_stride, panels, full, scratch[0].floats, s.shares.data());
       continue;
     }
     kernel.logits(s.query.data(), count * group, a.dim, a.index, head, a.soft_cap, s.places.data(),
@@ -89,9 +140,8 @@ void score(const ReachArgs& a, const ReachKernel& kernel, int64_t row, Scratch& 
   }
   float* scores = a.scores + a.slots[row] * a.width;
   std::fill_n(scores, full, 0.f);
-  for (int64_t n = 0; n < full; ++n)
-    for (int64_t i = 0; i < count; ++i)
-      scores[n] = std::max(scores[n], s.shares[n * of_block + i * of_query]);
+  for (int64_t i = 0; i < count; ++i)
+    for (int64_t n = 0; n < full; ++n) scores[n] = std::max(scores[n], s.shares[i * padded + n]);
 }
 
 // Puts candidates in order, those that the row reads first: the best ones, of equal ones the oldest.
@@ -211,8 +261,22 @@ void check(const ReachArgs& a) {
 
 void reach(const ReachArgs& a, const ReachKernel& kernel, int threads) {
   check(a);
+  std::vector<Packed> packed;
+  const std::vector<int64_t> packed_of = find_packed(a, packed);
+  for (Packed& its : packed) its.panels = lines_of(a.index.kv_heads * packed_floats(a, kernel, its));
 #pragma omp parallel num_threads(threads) if (threads > 1 && a.rows > 1)
   {
+    for (Packed& its : packed) {
+#pragma omp for collapse(2) nowait
+      for (int64_t head = 0; head < a.index.kv_heads; ++head)
+        for (int64_t i = 0; i < panels_of(kernel, its); ++i) {
+          const int64_t first = i * kernel.panel, num = its.places.size() - first;
+          kernel.pack(a.index, head, a.dim, its.places.data() + first, std::min(num, kernel.panel),
+                      its.panels[0].floats + head * packed_floats(a, kernel, its) +
+                          i * kernel.panel_floats(a.dim, a.index.block_size));
+        }
+    }
+#pragma omp barrier
     Scratch s;
 #pragma omp for schedule(dynamic)
     for (int64_t row = 0; row < a.rows; ++row) {
@@ -220,7 +284,7 @@ void reach(const ReachArgs& a, const ReachKernel& kernel, int threads) {
         name(a, row);
         continue;
       }
-      if (a.leads) score(a, kernel, row, s);
+      if (a.leads) score(a, kernel, row, packed_of[row] < 0 ? nullptr : &packed[packed_of[row]], s);
       a.counts[a.slots[row] * 3 + 2] += static_cast<int32_t>(choose(a, row, s));
       fetch(a, row, s);
       name(a, row);

@@ -61,33 +61,34 @@ using BlockLogits = void (*)(const float* query, int64_t count, int64_t dim, con
                              int64_t head, float soft_cap, const int32_t* places, int64_t num,
                              float* logits, int64_t stride);
 
-// Rows of so many queries or more are tiles: if blocks are scored by signs, their queries are rounded to
-// 127 steps each way, and a block's best token stands for it. Sums of more dimensions overflow.
-constexpr int64_t kTileQueries = 16, kTileDims = 512;
+// Rows of so many queries or more are tiles: if blocks are scored by signs, sums of each four numbers of their queries
+// are rounded, and a block's best token stands for it. A byte holds sums of so many dimensions.
+constexpr int64_t kTileQueries = 16, kTileDims = 256;
 
-constexpr int64_t padded_queries(int64_t count) { return (count + 15) / 16 * 16; }
+// Steps each way that the magnitudes of a query have together. Four numbers round by half a step at most.
+constexpr float tile_steps(int64_t dim) { return static_cast<float>(127 - dim / 8); }
 
-// Floats of `scratch` below.
-constexpr int64_t tile_scratch(int64_t count, int64_t group, int64_t dim, int64_t block_size, int64_t num) {
-  return padded_queries(count) * group * (dim + 2 + num + dim / 4) + (block_size + 5) * dim / 4 +
-         block_size + 48;
-}
+// Packs one KV head of at most `panel` blocks for TileShares.
+using PackPanel = void (*)(const ReachIndex&, int64_t head, int64_t dim, const int32_t* places,
+                           int64_t num, float* panel);
 
-// Adds to shares[n * padded_queries(count) + token] the share of attention that query heads of one KV head
-// may pay to the block at places[n]. `query`: as of BlockLogits, [count, group, 2 * dim]; `sinks`: of the
-// first query, [group], or null.
+// Adds to shares[token * padded + n] the share of attention that query heads of one KV head may pay to
+// block n of `num`, which `padded` is, rounded up to whole panels. `query`: as of BlockLogits, [count, group, 2 * dim];
+// `sinks`: of the first query, [group], or null; `scratch`: floats for [count, group, padded + 1 + dim].
 using TileShares = void (*)(const float* query, int64_t count, int64_t group, int64_t dim,
-                            const ReachIndex&, int64_t head, float soft_cap, const float* sinks,
-                            int64_t sink_stride, const int32_t* places, int64_t num, float* scratch,
+                            int64_t block_size, float soft_cap, const float* sinks,
+                            int64_t sink_stride, const float* panels, int64_t num, float* scratch,
                             float* shares);
 
 struct ReachKernel {
   BlockLogits logits;
+  int64_t panel;                                            // blocks
+  int64_t (*panel_floats)(int64_t dim, int64_t block_size);
+  PackPanel pack;
   TileShares tile;
 };
 // Null if the compiler or the architecture lacks the instruction set.
-extern const ReachKernel *const avx512_vnni_reach, *const avx512_reach, *const avx2_reach,
-    *const portable_reach;
+extern const ReachKernel *const avx512_reach, *const avx2_reach, *const portable_reach;
 
 // Throws std::invalid_argument, before it writes anything, if an index is out of range.
 void reach(const ReachArgs&, const ReachKernel&, int threads);

@@ -13,6 +13,12 @@ inline float sum_of(Vec v) {
   return total;
 }
 
+inline float largest_of(Vec v) {
+  float largest = v[0];
+  for (int i = 1; i < LANES; ++i) largest = v[i] > largest ? v[i] : largest;
+  return largest;
+}
+
 template <class T>
 void box_logits(const float* query, int64_t count, int64_t dim, const T* boxes, int64_t stride,
                 const int32_t* places, int64_t num, float* logits, int64_t out_stride) {
@@ -73,140 +79,167 @@ void sign_logits(const float* query, int64_t count, int64_t dim, const uint16_t*
       }
     }
     for (int64_t q = 0; q < count; ++q) {
-      float top = peak[q][0];
-      for (int i = 1; i < LANES; ++i) top = peak[q][i] > top ? peak[q][i] : top;
+      const float top = largest_of(peak[q]);
       const float all = sum_of(sum[q] * exp2(peak[q] - top));
       logits[q * out_stride + n] = top / kLog2e + __builtin_logf(all);
     }
   }
 }
 
-// ---- Many queries of one KV head: a lane is a query
+// ---- Many queries of one KV head: each byte of a vector is a block
 
-constexpr int kVectors = 2, kTokens = LANES == 16 ? 8 : 4;  // whose products are in registers together
+constexpr int64_t kPanel = 4 * LANES;         // blocks that are scored together
+constexpr int kTokens = LANES == 16 ? 4 : 2;  // of each, whose sums are in registers together
 
-// What the queries of a row are to one KV head, in vectors of LANES queries of one query head each.
-struct Packed {
-  float *numbers, *units, *totals;  // [vectors, dim, LANES] whole numbers; what 1 stands for and their sum, [vectors, LANES]
-  int8_t* bytes;                    // [vectors, dim / 4, LANES, 4], the same numbers
-  float* centre;                    // of the block that is scored, [dim], then scales of its tokens
-  uint8_t* bits;                    // of the block that is scored, [block_size, dim]
-  float* logits;                    // [blocks, vectors, LANES], in base 2
+// What stands for kPanel blocks. Byte 4 * i + k of a vector is of block k * LANES + i.
+struct Panel {
+  float *centres, *largest;  // [dim, kPanel]; the largest scale of each block, [kPanel]
+  // For each token its scales, of even bytes, then of odd ones, in words of 16 bits of which 32767 is the largest; and
+  // for each four dimensions a vector with their bits.
+  uint32_t* tokens;
+  int64_t token_words;
+
+  Panel(float* at, int64_t dim) : centres(at), largest(at + dim * kPanel), tokens((uint32_t*)largest + kPanel) {
+    token_words = (2 + dim / 4) * LANES;
+  }
 };
 
-// Rounds queries to 127 steps each way. Lanes without a query have the last one.
-void pack(const float* query, int64_t count, int64_t padded, int64_t group, int64_t dim, const Packed& p) {
-  for (int64_t at = 0; at < group * padded; ++at) {
-    const int64_t token = at % padded < count ? at % padded : count - 1, lane = at % LANES;
-    const float* own = query + (token * group + at / padded) * 2 * dim;
-    float *numbers = p.numbers + at / LANES * dim * LANES + lane, largest = 0, all = 0;
-    for (int64_t d = 0; d < dim; ++d) largest = __builtin_fmaxf(largest, __builtin_fabsf(own[d]));
-    for (int64_t d = 0; d < dim; ++d) {
-      const float number = largest > 0 ? __builtin_rintf(own[d] * (127 / largest)) : 0;
-      numbers[d * LANES] = number;
-      p.bytes[(at / LANES * dim / 4 + d / 4) * LANES * 4 + lane * 4 + d % 4] = (int8_t)number;
-      all += number;
-    }
-    p.units[at] = largest / 127;
-    p.totals[at] = all;
-  }
+int64_t panel_floats(int64_t dim, int64_t block_size) {
+  return (dim + 1) * kPanel + block_size * (2 + dim / 4) * LANES;
 }
 
-// Makes floats and bits of what stands for a block. `bytes` is scratch for a byte of each dimension.
-void unpack(const uint16_t* index, int64_t dim, int64_t block_size, const Packed& p, uint8_t* bytes) {
-  for (int64_t i = 0; i < dim + block_size; i += LANES) store(p.centre + i, widen((const Bf16*)index + i));
-  for (int64_t t = 0; t < block_size; t += 8) {
-    const uint16_t* words = index + dim + block_size + t / 16 * dim;
-    for (int64_t d = 0; d < dim; d += LANES) store_bytes(bytes + d, load<HalfVec>(words + d) >> t % 16 & 0xff);
-    for (int64_t i = 0; i < 8; ++i)
-      for (int64_t d = 0; d < dim; d += 4 * LANES)  // what is written after `dim` belongs to later tokens
-        store((float*)(p.bits + (t + i) * dim + d), (Vec)(load<WordVec>(bytes + d) >> i & 0x01010101));
+// Packs one KV head of blocks at places[0 ... num). The last one stands where a panel has more.
+void pack(const ReachIndex& index, int64_t head, int64_t dim, const int32_t* places, int64_t num, float* panel) {
+  const uint16_t* own[kPanel];
+  for (int64_t n = 0; n < kPanel; ++n)
+    own[n] = (const uint16_t*)index.data + (places[n < num ? n : num - 1] * index.kv_heads + head) * index.width;
+  const auto words = [&](int64_t k, int64_t at) {
+    WordVec its;
+    for (int i = 0; i < LANES; ++i) its[i] = own[k * LANES + i][at];
+    return its;
+  };
+  const Panel p(panel, dim);
+  Vec steps[4] = {};
+  for (int64_t k = 0; k < 4; ++k) {
+    for (int64_t d = 0; d < dim; ++d) store(p.centres + d * kPanel + k * LANES, (Vec)(words(k, d) << 16));
+    for (int64_t t = 0; t < index.block_size; ++t) steps[k] = max(steps[k], (Vec)(words(k, dim + t) << 16));
+    store(p.largest + k * LANES, steps[k]);
+    steps[k] = steps[k] > 0 ? 32767 / steps[k] : Vec{};
   }
-}
-
-// The largest logits that tokens of a block may have, of V vectors of queries.
-template <int V>
-void peak_logits(const Packed& p, int64_t first, int64_t dim, int64_t block_size, float soft_cap, float* logits) {
-  constexpr int kChains = 4;  // of sums that do not wait for one another
-  Vec base[V][kChains] = {}, peak[V];
-  const float* numbers = p.numbers + first * dim * LANES;
-  for (int64_t d = 0; d < dim; d += kChains)
-    for (int i = 0; i < kChains; ++i) {
-      const Vec its = splat(p.centre[d + i]);
-      for (int v = 0; v < V; ++v) base[v][i] += load<Vec>(numbers + (v * dim + d + i) * LANES) * its;
+  for (int64_t t = 0; t < index.block_size; ++t) {
+    WordVec scales[2] = {};
+    for (int64_t k = 0; k < 4; ++k) {
+      const Vec number = (Vec)(words(k, dim + t) << 16) * steps[k] + 0.5f;
+      scales[k % 2] |= (WordVec)__builtin_convertvector(number, IntVec) << k / 2 * 16;
     }
-  for (int v = 0; v < V; ++v) peak[v] = splat(-1e30f);
-  for (int64_t t = 0; t < block_size; t += kTokens) {
-    Sums sum[V][kTokens] = {};
+    for (int64_t i = 0; i < 2; ++i) store(p.tokens + t * p.token_words + i * LANES, scales[i]);
+  }
+  for (int64_t t = 0; t < index.block_size; t += 16)
     for (int64_t d = 0; d < dim; d += 4) {
-      WordVec own[V];
-      for (int v = 0; v < V; ++v) own[v] = load<WordVec>(p.bytes + ((first + v) * dim + d) * LANES);
-#pragma GCC unroll 8
-      for (int i = 0; i < kTokens; ++i) {
-        const WordVec bits = WordVec{} + load<uint32_t>(p.bits + (t + i) * dim + d);
-        for (int v = 0; v < V; ++v) sum[v][i] = add_products(sum[v][i], bits, own[v]);
-      }
+      WordVec bits[16] = {};
+      for (int64_t k = 0; k < 4; ++k)
+        for (int64_t j = 0; j < 4; ++j) {
+          const WordVec its = words(k, dim + index.block_size + t / 16 * dim + d + j);
+          for (int64_t i = 0; i < 16; ++i) bits[i] |= (its >> i & 1) << (8 * k + j);
+        }
+      for (int64_t i = 0; i < 16; ++i) store(p.tokens + (t + i) * p.token_words + (2 + d / 4) * LANES, bits[i]);
     }
-#pragma GCC unroll 8
-    for (int i = 0; i < kTokens; ++i) {
-      const Vec scale = splat(p.centre[dim + t + i]);
-      for (int v = 0; v < V; ++v) {
-        const Vec set = __builtin_convertvector(total(sum[v][i]), Vec);
-        peak[v] = max(peak[v], scale * (2 * set - load<Vec>(p.totals + (first + v) * LANES)));
-      }
-    }
-  }
-  for (int v = 0; v < V; ++v) {
-    Vec x = peak[v] + ((base[v][0] + base[v][1]) + (base[v][2] + base[v][3]));
-    x *= load<Vec>(p.units + (first + v) * LANES);
-    if (soft_cap > 0) x = soft_capped(x, soft_cap);
-    store(logits + v * LANES, x * kLog2e);
-  }
 }
 
-// Adds the shares of attention that queries of one KV head may pay to each block, if the best of its tokens stood for it.
-void tile_shares(const float* query, int64_t count, int64_t group, int64_t dim, const ReachIndex& index, int64_t head,
-                 float soft_cap, const float* sinks, int64_t sink_stride, const int32_t* places, int64_t num,
-                 float* scratch, float* shares) {
-  const int64_t padded = padded_queries(count), lines = padded / LANES, vectors = group * lines;
-  Packed p;
-  p.numbers = scratch + (0 - (uintptr_t)scratch) % 64 / 4;
-  p.units = p.numbers + vectors * dim * LANES;
-  p.totals = p.units + vectors * LANES;
-  p.logits = p.totals + vectors * LANES;
-  p.bytes = (int8_t*)(p.logits + num * vectors * LANES);
-  p.centre = (float*)(p.bytes + vectors * dim * LANES);
-  p.bits = (uint8_t*)(p.centre + dim + index.block_size);
-  uint8_t* bytes = p.bits + index.block_size * dim + 4 * LANES;
-  pack(query, count, padded, group, dim, p);
-  for (int64_t n = 0; n < num; ++n) {
-    const uint16_t* own = (const uint16_t*)index.data + (places[n] * index.kv_heads + head) * index.width;
-    unpack(own, dim, index.block_size, p, bytes);
-    float* logits = p.logits + n * vectors * LANES;
-    int64_t v = 0;
-    for (; v + kVectors <= vectors; v += kVectors)
-      peak_logits<kVectors>(p, v, dim, index.block_size, soft_cap, logits + v * LANES);
-    for (; v < vectors; ++v) peak_logits<1>(p, v, dim, index.block_size, soft_cap, logits + v * LANES);
-  }
-  for (int64_t v = 0; v < vectors; ++v) {
-    Vec sink = splat(-1e30f);
-    for (int64_t i = 0; sinks && i < LANES; ++i) {
-      const int64_t token = v % lines * LANES + i;
-      sink[i] = sinks[(token < count ? token : count - 1) * sink_stride + v / lines] * kLog2e;
+// Writes the 16 sums that each four numbers of a query have with either sign, in steps. Returns what a step is.
+float tabulate(const float* query, int64_t dim, int8_t* tables) {
+  float all = 0;
+  for (int64_t d = 0; d < dim; ++d) all += __builtin_fabsf(query[d]);
+  const float steps = tile_steps(dim);
+  for (int64_t d = 0; d < dim; d += 4)
+    for (int64_t first = 0; first < 16; first += LANES) {
+      const WordVec bits = (WordVec)lane_numbers(Lanes{}) + (uint32_t)first;
+      Vec sum{};
+      for (int64_t j = 0; j < 4; ++j) sum += (bits >> j & 1) != 0 ? splat(query[d + j]) : splat(-query[d + j]);
+      const WordVec whole = (WordVec)(sum * (all > 0 ? steps / all : 0) + 12582912.f);  // 1.5 * 2^23
+      for (int i = 0; i < LANES; ++i) tables[4 * d + first + i] = (int8_t)whole[i];
     }
-    Vec peak = sink;
-    for (int64_t n = 0; n < num; ++n) peak = max(peak, load<Vec>(p.logits + (n * vectors + v) * LANES));
-    Vec sum = exp2(sink - peak);
-    for (int64_t n = 0; n < num; ++n) {
-      float* own = p.logits + (n * vectors + v) * LANES;
-      const Vec share = exp2(load<Vec>(own) - peak);
-      store(own, share);
+  return all / steps;
+}
+
+// The largest logits, in base 2, that tokens of a panel's blocks may have, of kQueries queries.
+void peak_logits(const float* query, const float* units, const int8_t* tables, const Panel& p, int64_t dim,
+                 int64_t block_size, float soft_cap, float* logits, int64_t stride) {
+  PairVec peak[kQueries][2];  // of even bytes, and of odd ones
+  for (auto& its : peak) its[0] = its[1] = PairVec{} - 0x7fff;
+  for (int64_t t = 0; t < block_size; t += kTokens) {
+    const uint32_t* tokens = p.tokens + t * p.token_words;
+    CharVec sum[kQueries][kTokens] = {};
+    for (int64_t d = 0; d < dim; d += 4) {
+      CharVec bits[kTokens];
+      for (int i = 0; i < kTokens; ++i) bits[i] = load<CharVec>(tokens + i * p.token_words + (2 + d / 4) * LANES);
+#pragma GCC unroll 4
+      for (int q = 0; q < kQueries; ++q) {
+        const Table table(tables + 4 * (q * dim + d));
+#pragma GCC unroll 4
+        for (int i = 0; i < kTokens; ++i) sum[q][i] += table[bits[i]];
+      }
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < kTokens; ++i) {
+      const PairVec even = load<PairVec>(tokens + i * p.token_words);
+      const PairVec odd = load<PairVec>(tokens + i * p.token_words + LANES);
+#pragma GCC unroll 4
+      for (int q = 0; q < kQueries; ++q) {
+        peak[q][0] = max(peak[q][0], multiply_round((PairVec)sum[q][i] << 8, even));
+        peak[q][1] = max(peak[q][1], multiply_round((PairVec)sum[q][i] & (int16_t)0xff00, odd));
+      }
+    }
+  }
+  Vec base[kQueries][4] = {};
+  for (int64_t d = 0; d < dim; ++d) {
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; ++k) {
+      const Vec centre = load<Vec>(p.centres + d * kPanel + k * LANES);
+#pragma GCC unroll 4
+      for (int q = 0; q < kQueries; ++q) base[q][k] += splat(query[2 * q * dim + d]) * centre;
+    }
+  }
+  for (int q = 0; q < kQueries; ++q)
+    for (int k = 0; k < 4; ++k) {
+      const IntVec both = (IntVec)peak[q][k % 2], its = k < 2 ? both << 16 >> 16 : both >> 16;
+      const Vec unit = load<Vec>(p.largest + k * LANES) * (units[q] * (128.f / 32767));
+      Vec x = base[q][k] + __builtin_convertvector(its, Vec) * unit;
+      if (soft_cap > 0) x = soft_capped(x, soft_cap);
+      store(logits + q * stride + k * LANES, x * kLog2e);
+    }
+}
+
+// Adds the shares of attention that queries of one KV head may pay to blocks, if the best of its tokens stood for each.
+void tile_shares(const float* query, int64_t count, int64_t group, int64_t dim, int64_t block_size, float soft_cap,
+                 const float* sinks, int64_t sink_stride, const float* panels, int64_t num, float* scratch,
+                 float* shares) {
+  const int64_t total = count * group, padded = (num + kPanel - 1) / kPanel * kPanel;
+  float *logits = scratch, *units = logits + total * padded;
+  int8_t* tables = (int8_t*)(units + total);
+  for (int64_t q = 0; q < total; ++q) units[q] = tabulate(query + 2 * q * dim, dim, tables + 4 * q * dim);
+  for (int64_t n = 0; n < num; n += kPanel) {
+    const Panel p((float*)panels + n / kPanel * panel_floats(dim, block_size), dim);
+    for (int64_t i = 0; i < total; i += kQueries) {
+      const int64_t q = i + kQueries < total ? i : total - kQueries;
+      peak_logits(query + 2 * q * dim, units + q, tables + 4 * q * dim, p, dim, block_size, soft_cap,
+                  logits + q * padded + n, padded);
+    }
+  }
+  for (int64_t q = 0; q < total; ++q) {
+    float *own = logits + q * padded, *to = shares + q / group * padded;
+    const float sink = sinks ? sinks[q / group * sink_stride + q % group] * kLog2e : -1e30f;
+    for (int64_t n = num; n < padded; ++n) own[n] = -1e30f;
+    Vec peak = splat(sink), sum{};
+    for (int64_t n = 0; n < padded; n += LANES) peak = max(peak, load<Vec>(own + n));
+    peak = splat(largest_of(peak));
+    for (int64_t n = 0; n < padded; n += LANES) {
+      const Vec share = exp2(load<Vec>(own + n) - peak);
+      store(own + n, share);
       sum += share;
     }
-    for (int64_t n = 0; n < num; ++n) {
-      float* out = shares + n * padded + v % lines * LANES;
-      store(out, load<Vec>(out) + load<Vec>(p.logits + (n * vectors + v) * LANES) / sum);
-    }
+    const float unit = 1 / (sum_of(sum) + exp2(splat(sink) - peak)[0]);
+    for (int64_t n = 0; n < padded; n += LANES) store(to + n, load<Vec>(to + n) + load<Vec>(own + n) * unit);
   }
 }
 
@@ -234,6 +267,6 @@ void block_logits(const float* query, int64_t count, int64_t dim, const ReachInd
 
 }  // namespace
 
-constexpr ReachKernel reach_kernel = {block_logits, tile_shares};
+constexpr ReachKernel reach_kernel = {block_logits, kPanel, panel_floats, pack, tile_shares};
 
 }  // namespace vllm_evict::ISA

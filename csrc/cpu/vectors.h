@@ -14,6 +14,7 @@ typedef uint32_t WordVec __attribute__((vector_size(4 * LANES)));
 typedef uint16_t HalfVec __attribute__((vector_size(2 * LANES)));
 typedef int16_t ShortVec __attribute__((vector_size(2 * LANES)));
 typedef int16_t PairVec __attribute__((vector_size(4 * LANES)));
+typedef int8_t CharVec __attribute__((vector_size(4 * LANES)));
 typedef uint8_t ByteVec __attribute__((vector_size(LANES)));
 
 template <class V>
@@ -23,7 +24,10 @@ inline V load(const void* from) {
   return v;
 }
 
-inline void store(float* to, Vec v) { __builtin_memcpy(to, &v, sizeof(Vec)); }
+template <class V>
+inline void store(void* to, V v) {
+  __builtin_memcpy(to, &v, sizeof(V));
+}
 
 inline Vec splat(float x) { return x - Vec{}; }
 
@@ -91,34 +95,35 @@ inline Vec widen(const Fp8* from) {
 
 // ---- Bytes
 
-inline void store_bytes(void* to, HalfVec words) {
-  const ByteVec bytes = __builtin_convertvector(words, ByteVec);
-  __builtin_memcpy(to, &bytes, sizeof(ByteVec));
+// 16 bytes, which a vector of their places picks from. The last 8 are the first ones with the other sign, in reverse.
+struct Table {
+#ifdef LOOK_UP
+  explicit Table(const int8_t* from) : bytes((CharVec)SPREAD(from)) {}
+  CharVec operator[](CharVec places) const { return (CharVec)LOOK_UP(bytes, places); }
+  CharVec bytes;
+#else
+  explicit Table(const int8_t* from) : bytes(from) {}
+  CharVec operator[](CharVec places) const {
+    const CharVec upper = places > 7, lower = places ^ (upper & 15);
+    CharVec picked{};
+    for (int8_t place = 0; place < 8; ++place) picked |= (lower == place) & (CharVec{} + bytes[place]);
+    return (picked ^ upper) - upper;
+  }
+  const int8_t* bytes;
+#endif
+};
+
+// Products / 2^15, rounded, halves up.
+inline PairVec multiply_round(PairVec a, PairVec b) {
+#ifdef MULTIPLY_ROUND
+  return (PairVec)MULTIPLY_ROUND(a, b);
+#else
+  const IntVec even = ((IntVec)a << 16 >> 16) * ((IntVec)b << 16 >> 16), odd = ((IntVec)a >> 16) * ((IntVec)b >> 16);
+  return (PairVec)(((even + 0x4000) >> 15 & 0xffff) | (odd + 0x4000) >> 15 << 16);
+#endif
 }
 
-// Adds products of unsigned bytes with signed ones, four in each word of the total of Sums.
-#ifdef DOT_BYTES
-typedef IntVec Sums;
-inline Sums add_products(Sums sum, WordVec a, WordVec b) { return (Sums)DOT_BYTES(sum, a, b); }
-inline IntVec total(Sums sum) { return sum; }
-#else
-typedef PairVec Sums;
-inline Sums add_products(Sums sum, WordVec a, WordVec b) {
-#ifdef MULTIPLY_BYTES
-  return sum + (PairVec)MULTIPLY_BYTES(a, b);
-#else
-  sum += (PairVec)(a & 0x00ff00ff) * ((PairVec)b << 8 >> 8);
-  return sum + (PairVec)(a >> 8 & 0x00ff00ff) * ((PairVec)b >> 8);
-#endif
-}
-inline IntVec total(Sums sum) {
-#ifdef SUM_PAIRS
-  return (IntVec)SUM_PAIRS(sum);
-#else
-  return ((IntVec)sum << 16 >> 16) + ((IntVec)sum >> 16);
-#endif
-}
-#endif
+inline PairVec max(PairVec a, PairVec b) { return a > b ? a : b; }
 
 // ---- Numbers
 

@@ -108,7 +108,7 @@ def check_served(server, name, dtype, **kwargs):
         for batch in requests(name == "token"):
             _, traces = subject.traced(batch)
             assert any(map(len, traces[0].evicted)) == (len(batch) == 2)
-    assert not name.startswith("reach") or "_bring" in {kernel for kernel, _ in later.seen}
+    assert not name.startswith("reach") or "_copy" in {kernel for kernel, _ in later.seen}
     check(later, start)
 
 

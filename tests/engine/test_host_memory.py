@@ -159,6 +159,9 @@ def test_memory_that_the_machine_does_not_give_is_one_message(engine, monkeypatc
         engine(REACH)
 
 
+GPU = torch.device("cuda")
+
+
 @pytest.fixture
 def pins(monkeypatch):
     """What the driver has pinned, address -> bytes, in a machine without one; its `error` is what it says."""
@@ -179,7 +182,8 @@ def pins(monkeypatch):
 def test_host_blocks_of_a_device_take_their_bytes_in_pinned_memory_and_no_more(pins):
     """torch rounds pinned memory up to a power of two."""
     caches = [torch.randn(4, 2, 16, 8), torch.randn(4, 3, 16, 8).bfloat16()]
-    pages = HostPages(caches, blocks=5, on_cpu=False)
+    pages = HostPages(caches, blocks=5, device=GPU)
+    pages._device = caches[0].device  # copies run here
     assert [own.nbytes for own in pages.own] == list(pins.values()) == [5 * cache[0].nbytes for cache in caches]
     assert list(pins) == [own.data_ptr() for own in pages.own] and not any(address % mmap.PAGESIZE for address in pins)
     before = [cache.clone() for cache in caches]
@@ -212,7 +216,7 @@ def test_memory_that_is_not_there_or_not_pinned_is_said(pins):
         pinned.pinned((3,), torch.float64)
     for blocks in (1 << 48, 1 << 62):
         with pytest.raises(KVPolicyError, match=f"host: the machine has not {blocks} blocks of 8 bytes left"):
-            HostPages([torch.zeros(1, 2)], blocks, on_cpu=False)
+            HostPages([torch.zeros(1, 2)], blocks, GPU)
 
 
 def test_a_host_block_that_one_plan_writes_twice_holds_what_came_last():

@@ -13,7 +13,6 @@ from importlib.metadata import version
 from types import SimpleNamespace
 from unittest.mock import patch
 
-import numpy as np
 from packaging.version import Version
 
 
@@ -81,27 +80,9 @@ def use_kernels(monkeypatch) -> None:
         (device, take),
         (tokens, put),
         (reach, reaching.reach),
-        (reach, reaching.bring),
+        (reach, reaching.copy_blocks),
     ):
         monkeypatch.setattr(module, kernel.__name__, kernel)
-    multiply_bfloat16(monkeypatch)
-
-
-def multiply_bfloat16(monkeypatch) -> None:
-    """The interpreter multiplies the bits of bfloat16 as integers. A tensor core multiplies exactly and adds in float32."""
-    from triton import language
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    dot = InterpreterBuilder.create_dot
-
-    def upcast(handle):
-        if handle.dtype.scalar != language.bfloat16:
-            return handle
-        return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), language.float32)
-
-    monkeypatch.setattr(
-        InterpreterBuilder, "create_dot", lambda self, a, b, *rest: dot(self, upcast(a), upcast(b), *rest)
-    )
 
 
 @contextmanager

@@ -3,12 +3,12 @@
 import itertools
 from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 import torch
 
 triton = pytest.importorskip("triton")
 
-from interpreter import multiply_bfloat16  # noqa: E402
 from vllm.v1.kv_cache_layout import KVCacheLayout  # noqa: E402
 
 from vllm_evict.compute.kernels.decode import decode_mass_reference  # noqa: E402
@@ -38,13 +38,23 @@ def interpreter_gaps(monkeypatch):
     """What Triton 3.9's interpreter lacks."""
     if ON_GPU:
         return
-    multiply_bfloat16(monkeypatch)
-    copy = torch.UntypedStorage.copy_
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    dot, copy = InterpreterBuilder.create_dot, torch.UntypedStorage.copy_
+
+    def upcast(handle):
+        """It multiplies the bits of bfloat16 as integers. A tensor core multiplies exactly and adds in float32."""
+        if handle.dtype.scalar != triton.language.bfloat16:
+            return handle
+        return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), triton.language.float32)
 
     def copy_(storage, source, *options):
         """It copies what a kernel wrote onto itself, which would touch all of a cache of gigabytes."""
         return storage if source.data_ptr() == storage.data_ptr() else copy(storage, source, *options)
 
+    monkeypatch.setattr(
+        InterpreterBuilder, "create_dot", lambda self, a, b, *rest: dot(self, upcast(a), upcast(b), *rest)
+    )
     monkeypatch.setattr(torch.UntypedStorage, "copy_", copy_)
 
 

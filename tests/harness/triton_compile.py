@@ -201,7 +201,7 @@ def replace_kernels() -> None:
         (mass_from_lse, ("_mass_from_lse",)),
         (put, ("_put",)),
         (query_lse, ("_query_lse",)),
-        (reach, ("_logits", "tile_logits", "_sums", "_shares", "_choose", "_take_places", "_bring", "_name")),
+        (reach, ("_logits", "tile_logits", "_sums", "_shares", "_choose", "_take_places", "_copy", "_name")),
         (resident_view, ("_resident_view",)),
         (take, ("_take",)),
     ):

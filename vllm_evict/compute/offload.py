@@ -2,14 +2,17 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from ..config import KVPolicyError
 from ..core.offload import Copy, runs
+from .kernels.reach import copy_blocks
 from .parts import AllReduce, Mover, Room
 from .pinned import pinned
 from .source import Source
 from .store import Store
+from .transfer import to_device
 
 
 class HostPages:
@@ -18,15 +21,15 @@ class HostPages:
     Args:
         pages: each layer's cache, blocks first.
         blocks: of the host.
-        on_cpu: whether the cache is in memory too.
+        device: device of the cache.
 
     Raises:
         KVPolicyError: the machine does not give so much memory, or does not pin it.
     """
 
-    def __init__(self, pages: Sequence[torch.Tensor], blocks: int, on_cpu: bool) -> None:
-        self._on_cpu = on_cpu
-        allocate = torch.empty if on_cpu else pinned
+    def __init__(self, pages: Sequence[torch.Tensor], blocks: int, device: torch.device) -> None:
+        self._device = device
+        allocate = torch.empty if device.type == "cpu" else pinned
         try:
             self.own = [allocate((blocks, *page.shape[1:]), dtype=page.dtype) for page in pages]
         except (RuntimeError, MemoryError) as error:
@@ -42,26 +45,23 @@ class HostPages:
 
     def write(self, pages: Sequence[torch.Tensor], physical: list[int], numbers: list[int]) -> None:
         """Copy blocks `physical` of the device to host blocks `numbers`."""
-        for page, own in zip(pages, self.own):
-            _copy(own, numbers, page, physical, self._on_cpu)
+        self._copy(self.own, numbers, pages, physical)
 
     def read(self, pages: Sequence[torch.Tensor], physical: list[int], numbers: list[int]) -> None:
         """Copy host blocks `numbers` to blocks `physical` of the device."""
-        for page, own in zip(pages, self.own):
-            _copy(page, physical, own, numbers, self._on_cpu)
+        self._copy(pages, physical, self.own, numbers)
+
+    def _copy(
+        self, targets: Sequence[torch.Tensor], to: list[int], sources: Sequence[torch.Tensor], of: list[int]
+    ) -> None:
+        there, here = (to_device(np.array(each, np.int32), self._device) for each in (to, of))
+        for target, source in zip(targets, sources):
+            copy_blocks(target, source, there, here)
 
     def poison(self, numbers: list[int]) -> None:
         """Fill host blocks with NaN (tests)."""
         for page in self.own:
             _floats(page)[numbers] = float("nan")
-
-
-def _copy(to: torch.Tensor, there: list[int], of: torch.Tensor, here: list[int], at_once: bool) -> None:
-    if at_once:
-        to[there] = of[here]
-        return
-    for block, number in zip(there, here):
-        to[block].copy_(of[number], non_blocking=True)
 
 
 def _floats(page: torch.Tensor) -> torch.Tensor:
@@ -88,7 +88,7 @@ class Offload(Mover):
         self._store, self._source, self._device = store, source, device
 
     def allocate(self, room: Room) -> None:
-        self.blocks = HostPages(self._store.pages(), room.host_blocks, self._device.type == "cpu")
+        self.blocks = HostPages(self._store.pages(), room.host_blocks, self._device)
 
     def obey(self, orders: Sequence[Copy], all_reduce: AllReduce) -> None:
         self._source.before_copies()

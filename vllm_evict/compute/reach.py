@@ -26,7 +26,7 @@ from ..core.plan import RoomOf
 from .holes import Start
 from .kernels.bounds import key_bounds
 from .kernels.logits import logits_of
-from .kernels.reach import OF_ROWS, SCRATCH, ReachRows, bring, reach
+from .kernels.reach import OF_ROWS, SCRATCH, ReachRows, copy_blocks, reach
 from .kernels.signs import key_signs
 from .needs import Needs
 from .offload import Offload
@@ -249,7 +249,7 @@ class Reach(Source):
         if pages:
             to, of = torch.cat(pages), to_device(np.concatenate(numbers), self._device)
             for place, page in enumerate(self._store.pages(drafting=False)):
-                bring(page, self.host.blocks.pages_of(place), to, of)
+                copy_blocks(page, self.host.blocks.pages_of(place), to, of)
 
     def hidden(self, req_ids: Sequence[str]) -> list[tuple[int, range]]:
         """See `Source.hidden`: rooms, in which a drafter's layers have nothing."""
@@ -321,6 +321,7 @@ class Reach(Source):
         for most, sinks in self._variants(call):
             for leads in {True, self._config.leaders == 1}:
                 self._reach(call, ReachRows._make((*padding, table, self._pool, most)), table, leads, sinks)
+        copy_blocks(self._host_pages(call), call.kv_cache, padding[0], padding[0])
 
     def _variants(self, call: LayerCall) -> list[tuple[int, torch.Tensor | None]]:
         """Return the queries of a row for which kernels are compiled apart, and the sinks that they have."""

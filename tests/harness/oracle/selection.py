@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import torch
-from engine import logprobs_of
 
 #: Tokens of a block.
 BLOCK = 32
@@ -24,6 +23,7 @@ class Chooser:
             see everything and score blocks for the layers after them.
         fetch: most blocks that come to the `rooms` of a layer with one choice; the best ones there stand for others.
         read_prompts: of the policy.
+        tables: whether tiles by signs look up rounded sums, as on CPUs.
         ranks: each chooses for its own heads.
         size: tokens of a block.
 
@@ -47,6 +47,7 @@ class Chooser:
         leaders=1,
         fetch=0,
         read_prompts=0,
+        tables=True,
         ranks=1,
         size=BLOCK,
     ):
@@ -54,7 +55,7 @@ class Chooser:
         self.scale = getattr(model, "scale", model.head_dim**-0.5)
         self.recent, self.size = math.ceil((recent - 1) / size) + 1, size
         self.sinks, self.blocks = math.ceil(sink / size), math.ceil(read / size)
-        self.of_prompts = math.ceil(read_prompts / size)
+        self.tables, self.of_prompts = tables, math.ceil(read_prompts / size)
         self.ranks = torch.arange(model.heads).chunk(ranks)
         listed = not isinstance(leaders, int)
         first = leaders[0] if listed else dense_layers
@@ -126,6 +127,8 @@ class Chooser:
 
         logits: [n, V], after tokens of the prompt that were computed, `prompt` of them, and of the answer.
         """
+        from engine import logprobs_of
+
         logprobs = torch.log_softmax(logits.double(), -1)
         assert self.closest > 1e-5, "rounding could choose another block: take another prompt"
         want = [logprobs[prompt - 1 + i, token].item() for i, token in enumerate(output.outputs[0].token_ids)]
@@ -194,11 +197,11 @@ class Chooser:
             for block in full:
                 of_block = keys[block * self.size : (block + 1) * self.size, h // group].double()
                 q = queries[:, h].double() * self.scale
-                if many and self.index == "signs":
-                    step = (queries[:, h] * self.scale).abs().amax(1, keepdim=True).double() / 127
-                    bounds.append(((q / step).round() * step @ _of_signs(of_block).T).amax(1))
+                if many and self.index == "signs" and self.tables:
+                    bounds.append(_best_of_signs(q, of_block))
                 elif self.index == "signs":
-                    bounds.append(torch.logsumexp(q @ _of_signs(of_block).T, 1))
+                    products = q @ _of_signs(of_block).T
+                    bounds.append(products.amax(1) if many else products.logsumexp(1))
                 else:
                     bounds.append(torch.maximum(q * of_block.amax(0), q * of_block.amin(0)).sum(1))
             if many:  # all tokens after the full blocks, up to each query
@@ -211,9 +214,28 @@ class Chooser:
 
 def _of_signs(keys):
     """Keys [tokens, D] as their signs stand for them, by loops."""
-    centre = (sum(keys) / len(keys)).bfloat16().double()
-    taken = []
-    for key in keys:
-        length = ((key - centre).abs().sum() / len(key)).bfloat16().double()
-        taken.append(centre + length * torch.where(key >= centre, 1.0, -1.0))
-    return torch.stack(taken)
+    centre = _centre(keys)
+    return torch.stack([centre + _length(key, centre) * _signs(key, centre) for key in keys])
+
+
+def _best_of_signs(queries, keys):
+    """The largest product of each query [Q, D] with keys as signs: sums of four dimensions are rounded, and lengths."""
+    centre = _centre(keys)
+    lengths, signs = (torch.stack([of(key, centre) for key in keys]) for of in (_length, _signs))
+    unit = queries.abs().sum(1, keepdim=True) / (127 - keys.shape[1] // 8)
+    fours = (queries[:, None] * signs).unflatten(2, (-1, 4)).sum(3)  # [Q, tokens, D / 4]
+    words = (fours / unit[..., None]).round().sum(2) * (lengths / max(lengths) * 32767 + 0.5).floor()
+    best = (words / 128 + 0.5).floor().amax(1)
+    return queries @ centre + best * 128 / 32767 * max(lengths) * unit[:, 0]
+
+
+def _centre(keys):
+    return (sum(keys) / len(keys)).bfloat16().double()
+
+
+def _length(key, centre):
+    return ((key - centre).abs().sum() / len(key)).bfloat16().double()
+
+
+def _signs(key, centre):
+    return torch.where(key >= centre, 1.0, -1.0).double()

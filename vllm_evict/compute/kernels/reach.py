@@ -139,8 +139,9 @@ def reach_reference(
     step: int = 0,
     fetch: int = 0,
     leads: bool = True,
+    tables: bool = True,
 ) -> None:
-    """`reach` in plain torch, row by row."""
+    """`reach` in plain torch, row by row; `tables` says what kernels it stands for (`signs.tile_scores`)."""
     for row in range(len(rows.queries)):
         token, count, full, blocks, first, end, chosen, room, slot, out_row, chooses = (
             int(each[row]) for each in rows[:OF_ROWS]
@@ -152,7 +153,7 @@ def reach_reference(
                 queries, signs = query[token : token + count], index.dtype == torch.int16
                 its = None if sinks is None else sinks.expand(len(query), -1)[token : token + count]
                 if signs and count >= TILE_QUERIES and query.shape[2] <= TILE_DIMS:
-                    scores[slot, :full] = tile_scores(queries, own, scale, soft_cap, its)
+                    scores[slot, :full] = tile_scores(queries, own, scale, soft_cap, its, tables)
                 else:
                     score = sign_scores if signs else bound_scores
                     of_each = [
@@ -182,22 +183,22 @@ def reach_reference(
         table[out_row, : len(reads)] = reads
 
 
-def bring(cache: torch.Tensor, host: torch.Tensor, to: torch.Tensor, of: torch.Tensor) -> None:
-    """Copy blocks of the host to the pool, in one layer.
+def copy_blocks(target: torch.Tensor, source: torch.Tensor, to: torch.Tensor, of: torch.Tensor) -> None:
+    """Copy blocks between the host and the pool, in one layer.
 
     Args:
-        cache, host: [blocks, ...], pages of the layer in the pool and on the host.
-        to, of: int32 [n], blocks of the pool and of the host. Where `to` is negative, nothing is copied.
+        target, source: [blocks, ...], pages of the layer. If one of them is on a device, the other is pinned.
+        to, of: int32 [n], blocks of the target and of the source. Where `to` is negative, nothing is copied.
     """
-    if cache.device.type != "cpu":
-        from ...triton_kernels.reach import bring as on_device
+    if to.device.type != "cpu":
+        from ...triton_kernels.reach import copy_blocks as on_device
 
-        on_device(cache, host, to, of)
+        on_device(target, source, to, of)
     else:
-        bring_reference(cache, host, to, of)
+        copy_reference(target, source, to, of)
 
 
-def bring_reference(cache: torch.Tensor, host: torch.Tensor, to: torch.Tensor, of: torch.Tensor) -> None:
-    """`bring` in plain torch."""
+def copy_reference(target: torch.Tensor, source: torch.Tensor, to: torch.Tensor, of: torch.Tensor) -> None:
+    """`copy_blocks` in plain torch."""
     there = to >= 0
-    cache[to[there].long()] = host[of[there].long()]
+    target[to[there].long()] = source[of[there].long()]
