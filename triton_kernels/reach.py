@@ -125,7 +125,7 @@ def _score(
     heads, kv_heads, dims = query.shape[1], index.shape[1], query.shape[2]
     signed, group = index.dtype == torch.int16, heads // kv_heads
     least = TILE_QUERIES if signed and dims <= TILE_DIMS else queries + 1  # queries of a tile
-    boxed = MANY // 2 if queries * group >= MANY // 2 else MIN_ROWS
+    boxed = MANY // 2 if queries >= TILE_QUERIES else MIN_ROWS
     dim = min(max(triton.next_power_of_2(dims), MIN_ROWS), 2 * DIM)
     few = (sign_logits, MIN_ROWS, SIGNED, dim, 4) if signed else (box_logits, boxed, BOXES, DIM, 4)
     kernels = [(few[0], False, min(queries, least - 1), *few[1:])]

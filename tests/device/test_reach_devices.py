@@ -25,6 +25,8 @@ OPTIONS = {"block_size": 32, "blocks": 64, "max_model_len": 512, "max_num_batche
 FIELDS = {
     "signs": {"read": 256, "hold": 1},
     "bound": {"index": "box", "read": 160, "hold": 3, "fetch": 1, "leaders": 2},
+    "prompts": {"read_prompts": 224, "hold": 3, "leaders": 2},
+    "prompts-box": {"read_prompts": 224, "index": "box", "hold": 3},
 }
 
 
@@ -84,24 +86,40 @@ def test_a_pool_with_room_replays_what_stock_replays(replaying, graphs, backend)
     assert runs[0] == runs[1] and len(runs[0][1]) == 7
 
 
-@pytest.mark.parametrize("backend, fields", [on("triton", "signs"), on("fa3", "bound")], indirect=["backend"])
+@pytest.mark.both_runners("triton-prompts")
+@pytest.mark.parametrize(
+    "backend, fields",
+    [
+        on("triton", "signs"),
+        on("fa3", "bound"),
+        on("triton", "prompts"),
+        on("fa3", "prompts"),
+        on("fa2", "prompts-box"),
+    ],
+    indirect=["backend"],
+)
 def test_without_a_host_answers_are_those_of_such_a_dense_model(server, dense, poisoned, backend, fields):
-    """One request is shorter than what is read. Nothing waits for the device."""
+    """One request is shorter than what is read. Nothing waits for the device. Tiles are more rows than requests may be."""
     policy = {**FIELDS[fields], "read": 160, "sink": 32, "recent": 32}
     policy.pop("fetch", None)
-    subject = server({"name": "full", **policy}, **OPTIONS)
-    for name in ("complete", "step", "rows", "read", "fill"):
+    subject = server({"name": "full", **policy}, **OPTIONS, max_num_seqs=2)
+    for name in ("cut", "complete", "step", "rows", "read", "fill"):
         without_waits(part_of(subject.runtime, Read), name)
     chosen = 0
     for answered in subject.answered(random_requests((420, 12), (100, 14))):
-        chosen += assert_reads_like_dense(None, *answered, dense=dense, **policy)
+        chosen += assert_reads_like_dense(None, *answered, dense=dense, tables=False, **policy)
     assert chosen > 10 // policy["hold"]
     subject.assert_nothing_left()
 
 
-@pytest.mark.parametrize("backend", [on("triton"), on("fa3")], indirect=True)
-def test_a_budget_that_covers_all_changes_no_bit(server):
+@pytest.mark.parametrize(
+    "backend, policy",
+    [on("triton", "host"), on("fa3", "host"), on("triton", "prompts"), on("fa3", "prompts")],
+    indirect=["backend"],
+)
+def test_a_budget_that_covers_all_changes_no_bit(server, policy):
     prompts = [random_prompt(200), random_prompt(20, 1)]
-    subject, stock = server(REACH, **OPTIONS), server(**OPTIONS)
+    policy = REACH if policy == "host" else {"name": "full", "read": 224, "read_prompts": 224}
+    subject, stock = server(policy, **OPTIONS), server(**OPTIONS)
     ours, theirs = (each.generate(prompts, max_tokens=8, logprobs=0) for each in (subject, stock))
     assert exactly(ours) == exactly(theirs) and len(logprobs_of(ours[0])) == 8

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 import test_device_backends
 import test_full_graphs
+import test_read
 import test_warmup
 from engine import random_prompt
 from oracle.model import DenseLlama
@@ -80,6 +81,14 @@ def check_decodes_are_replayed(replaying, graphs, model, name, stock_kernel):
         evicted.append(assert_like_oracle(dense, prompt, output, trace, POLICIES[name], block_size=BLOCK))
     assert evicted[0] > 0 and evicted[1] > 0 and not evicted[2]
     subject.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    "backend, read_prompts", [on("triton", 0), on("triton", 224), on("fa3", 224)], indirect=["backend"]
+)
+def test_layers_read_their_best_blocks(server, model, poisoned, read_prompts):
+    options = {"model": model, "blocks": 64, "max_model_len": 512}
+    test_read.check_classes(server, DenseLlama(model), read_prompts=read_prompts, tables=False, **options)
 
 
 @pytest.mark.parametrize("backend", [on("triton"), on("fa3")], indirect=True)

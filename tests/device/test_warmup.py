@@ -118,6 +118,18 @@ def check(later, start):
     assert not late, f"{len(late)} variants, such as {sorted(late)[0]}"
 
 
+@pytest.mark.parametrize("backend, index", [on("triton", "signs"), on("fa3", "box")], indirect=["backend"])
+def test_nor_for_prompts_that_read_less(server, backend, index):
+    start, later = Variants(), Variants()
+    policy = {"name": "full", "read": 64, "read_prompts": 96, "leaders": 2, "index": index}
+    with start.noted():
+        subject = server(policy, **WARM, dtype="float16" if backend else "float32")
+    with later.noted():
+        subject.generate([random_prompt(170), random_prompt(18, 1)], max_tokens=3)
+    assert ("sign_logits" in {name for name, _ in later.seen}) == (index == "signs")
+    check(later, start)
+
+
 @pytest.mark.parametrize("backend", [on("triton"), on("fa3")], indirect=True)
 def test_nor_where_heads_are_split(server, tmp_path):
     start, later = Variants(), Variants()

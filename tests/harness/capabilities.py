@@ -69,7 +69,9 @@ INSTEAD: dict[Environment | Feature, str] = {
     drafting.OTHER_RUNNER: 'set "method" in --speculative-config, or VLLM_USE_V2_MODEL_RUNNER, to what the message names',
     of.BACKEND: "set --attention-backend to one that the message names",
     of.WHOLE_LAYER_BACKEND: "set --attention-backend to FLASH_ATTN or TRITON_ATTN",
-    of.SPLITTING_BACKEND: "set --attention-backend to what the message names",
+    **dict.fromkeys(
+        (of.SPLITTING_BACKEND, of.ROWS_OF_REQUESTS_BACKEND), "set --attention-backend to what the message names"
+    ),
     of.FEW_SIZES_BACKEND: "set --attention-backend to what the message names",
     of.UNREAD_DTYPE: "use --kv-cache-dtype auto or what the message names",
     of.FP8_ON_OLD_GPU: "use --kv-cache-dtype auto or what the message names",

@@ -78,7 +78,7 @@ ALL = " ".join(POLICIES)
 #: Server -> what is refused on it: names of `POLICIES`. Functions refused the same by hand, before there was a table.
 SERVERS = {
     "plain": ({}, ""),
-    "a GPU": (CUDA, "layers prompts scored"),
+    "a GPU": (CUDA, "layers scored"),
     "another platform": ({"device_config__device_type": "xpu"}, ALL),
     "pooling": ({"model_config__runner_type": "pooling"}, ALL),
     "DSA": (text(index_topk=64), ALL),
@@ -106,7 +106,7 @@ SERVERS = {
         {"model_config__model_arch_config": SimpleNamespace(per_layer_overrides=[{}, {"total_num_kv_heads": 4}])},
         "split",
     ),
-    "heads of 512": ({**CUDA, "model_config__get_head_size": lambda: 512}, "split layers prompts scored"),
+    "heads of 512": ({**CUDA, "model_config__get_head_size": lambda: 512}, "split layers scored"),
     "large heads": (
         {**CUDA, "model_config__get_head_size": lambda: 528},
         "h2o split tokens kvzip context read layers prompts scored max mean pressure audit host",

@@ -6,6 +6,7 @@ import torch
 from .kernels.logits import logits_of, soft_capped
 from .kernels.reach import SCRATCH
 from .probes import LayerCall
+from .transfer import to_device
 
 
 class OwnBlocks:
@@ -16,19 +17,26 @@ class OwnBlocks:
         starts, counts: int [R], first query of each tile, and its queries.
         lengths: int [R], tokens up to the tile's end.
         block_size: tokens.
+        device: of the tables and caches to come.
     """
 
     def __init__(
-        self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, lengths: np.ndarray, block_size: int
+        self,
+        rows: np.ndarray,
+        starts: np.ndarray,
+        counts: np.ndarray,
+        lengths: np.ndarray,
+        block_size: int,
+        device: torch.device,
     ) -> None:
         before, blocks = (lengths - counts)[:, None], -(-lengths // block_size)[:, None]
         full = before // block_size
         own = np.minimum(full + np.arange((blocks - full).max()), blocks - 1)
         queries = np.minimum(np.arange(counts.max()), counts[:, None] - 1)  # tiles with fewer have their last one again
         places = np.arange(own.shape[1] * block_size)
-        self._rows, self._blocks = (torch.from_numpy(each) for each in (rows[:, None], own))
-        self._queries = torch.from_numpy(starts[:, None] + queries)
-        self._hidden = torch.from_numpy(places > (before - full * block_size + queries)[..., None])
+        hidden = places > (before - full * block_size + queries)[..., None]
+        of_tiles = rows[:, None], own, starts[:, None] + queries, hidden
+        self._rows, self._blocks, self._queries, self._hidden = (to_device(each, device) for each in of_tiles)
 
     def logits(self, call: LayerCall, table: torch.Tensor) -> torch.Tensor:
         """Return the logit of all own tokens together for each query of the step; of no tile, of no token.
@@ -43,8 +51,9 @@ class OwnBlocks:
             float32 [T, H]
         """
         soft_cap, sinks = logits_of(call.layer).values()
-        own = torch.full(call.query.shape[:2], -torch.inf)
-        at_once = max(SCRATCH // (4 * self._blocks.shape[1] * call.kv_cache[0].numel()), 1)
+        own = torch.full(call.query.shape[:2], -torch.inf, device=call.query.device)
+        # Keys and logits, each twice in float32.
+        at_once = max(SCRATCH // (16 * self._blocks.shape[1] * call.kv_cache[0].numel()), 1)
         of_tiles = (each.split(at_once) for each in (self._rows, self._blocks, self._queries, self._hidden))
         for rows, places, queries, hidden in zip(*of_tiles):
             blocks = table[rows, places]

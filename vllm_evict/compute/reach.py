@@ -285,13 +285,16 @@ class Reach(Source):
         else:
             index[blocks] = key_bounds(keys)
 
-    def read(self, call: LayerCall, rows: ReachRows, table: torch.Tensor, leads: bool | None = None) -> None:
-        """Choose what rows read in one layer, bring it to the device, and write it into the table.
+    def read(self, call: LayerCall, rows: ReachRows, table: torch.Tensor) -> None:
+        """Choose what rows read in one layer, bring it to the device, and write it into the table."""
+        leads = call.place in self._leads
+        self._reach(call, rows, table, leads, self._sinks(call, rows) if leads else None)
 
-        `leads`: whether the layer scores blocks; None: its place says so.
-        """
+    def _reach(
+        self, call: LayerCall, rows: ReachRows, table: torch.Tensor, leads: bool, sinks: torch.Tensor | None
+    ) -> None:
+        """Launch `kernels.reach.reach` for one layer."""
         place, layer = call.place, call.layer
-        leads = place in self._leads if leads is None else leads
         reach(
             rows,
             call.query,
@@ -307,7 +310,7 @@ class Reach(Source):
             table,
             layer.impl.scale,
             logits_of(layer)["soft_cap"],
-            self._sinks(call, rows) if leads else None,
+            sinks,
             step=self._steps,
             fetch=self._config.fetch,
             leads=leads,
@@ -315,19 +318,23 @@ class Reach(Source):
 
     def _sinks(self, call: LayerCall, rows: ReachRows) -> torch.Tensor | None:
         """Return the logits of what queries attend to beside the blocks that are scored, as `reach` has them."""
-        sinks: torch.Tensor | None = logits_of(call.layer)["sinks"]
-        return None if sinks is None else sinks.float()
+        return _learned_sinks(call)
 
     def warm_up(self, call: LayerCall, table: torch.Tensor) -> None:
-        """Launch the kernels of one layer, for a row of padding."""
+        """Launch the kernels of one layer, for a row of padding. See `_variants`."""
         padding = torch.full((OF_ROWS, ALIGNED), -1, dtype=torch.int32, device=self._device)[:, :1].unbind()
         call = replace(call, kv_cache=self._store.pages()[call.place])
-        for leads in {True, self._config.leaders == 1}:
-            self.read(call, ReachRows._make((*padding, table, self._pool, 1)), table, leads)
+        for most, sinks in self._variants(call):
+            for leads in {True, self._config.leaders == 1}:
+                self._reach(call, ReachRows._make((*padding, table, self._pool, most)), table, leads, sinks)
         copy_blocks(self._host_pages(call), call.kv_cache, padding[0], padding[0])
         self.fill(
             call, torch.zeros(2, dtype=torch.int64, device=self._device)
         )  # of the null block, which is never read
+
+    def _variants(self, call: LayerCall) -> list[tuple[int, torch.Tensor | None]]:
+        """Return the queries of a row for which kernels are compiled apart, and the sinks that they have."""
+        return [(1, _learned_sinks(call))]
 
     def read_on_host(self) -> dict[str, np.ndarray]:
         """See `Source.read_on_host`."""
@@ -478,6 +485,12 @@ class ReachStep(ReachInPlace):
             read.block_table = self._table
             self._metadata = call.metadata, read
         return self._metadata[1], self._lens
+
+
+def _learned_sinks(call: LayerCall) -> torch.Tensor | None:
+    """Return the sinks of a layer, float32 [H]."""
+    sinks: torch.Tensor | None = logits_of(call.layer)["sinks"]
+    return None if sinks is None else sinks.float()
 
 
 def aligned(count: int) -> int:

@@ -17,8 +17,9 @@ from ..config.sizes import TILE
 from ..core.plan import RoomOf
 from .batch import Batch
 from .holes import Start
-from .kernels.reach import OF_ROWS, ReachRows
+from .kernels.reach import OF_ROWS, SCRATCH, ReachRows
 from .kernels.signs import TILE_QUERIES
+from .needs import Needs
 from .own_blocks import OwnBlocks
 from .probes import LayerCall
 from .reach import Reach
@@ -58,6 +59,12 @@ class Read(Reach):
         self._room_of = RoomOf(sinks, blocks - sinks - recent, recent)
         prompts = self._config.read_blocks(shape.block_size, prompts=True)[0] if self.cuts else 0
         return max(self._room_of.blocks, prompts)
+
+    def needs(self, shape: Shape) -> Needs:
+        """Return what `Reach` needs, and what a tile's logarithms take beyond `SCRATCH`."""
+        needs, of_token = super().needs(shape), shape.step_tokens * shape.head_size * shape.itemsize
+        logs = 4 * TILE * shape.max_blocks * (shape.queries // of_token) if self.cuts else 0
+        return needs._replace(step=needs.step + max(logs - SCRATCH, 0))
 
     def cut(self, metadata: Any, batch: Batch) -> Cut | None:
         if not self.cuts:
@@ -120,8 +127,12 @@ class Read(Reach):
         known = batch.starts[rows], counts, full, blocks, first, end, chosen, chosen, slots, rows, chooses
         if (many := counts >= TILE_QUERIES).any():
             starts = batch.starts[rows[many]]
-            self._own = OwnBlocks(rows[many], starts, counts[many], lengths[many], self.block_size)
+            self._own = OwnBlocks(rows[many], starts, counts[many], lengths[many], self.block_size, self._device)
         return np.array(known), (blocks - read) * self.block_size
+
+    def _variants(self, call: LayerCall) -> list[tuple[int, torch.Tensor | None]]:
+        own = torch.zeros(call.query.shape[:2], device=self._device)
+        return [*super()._variants(call), *([(TILE, own)] if self.cuts else [])]
 
     def _sinks(self, call: LayerCall, rows: ReachRows) -> torch.Tensor | None:
         return super()._sinks(call, rows) if self._own is None else self._own.logits(call, rows.written)

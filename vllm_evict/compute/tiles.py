@@ -60,13 +60,14 @@ def cut(metadata: Any, batch: Batch, least: int, tile: int) -> Cut | None:
         queries += np.diff([first, *seams]).tolist()
     of_rows, of_queries, device = np.array(rows), np.array(queries), metadata.seq_lens.device
     made, its = copy(metadata), to_device(of_rows, device)
-    of_batch = torch.from_numpy(np.concatenate(([0], np.cumsum(queries))).astype(np.int32))
+    of_batch = np.concatenate(([0], np.cumsum(queries))).astype(np.int32)
     made.num_reqs, made.max_query_len = len(rows), max(queries)
-    made.query_start_loc_cpu, made.query_start_loc = of_batch, of_batch.to(device)
+    made.query_start_loc_cpu, made.query_start_loc = torch.from_numpy(of_batch), to_device(of_batch, device)
     made.seq_lens_cpu_upper_bound = torch.tensor(lens, dtype=torch.int32)
     made.seq_lens = metadata.seq_lens[its] - to_device((ends[of_rows] - lens).astype(np.int32), device)
     made.block_table_tensor = metadata.block_table_tensor[its]
-    made.is_prefilling = metadata.is_prefilling if metadata.is_prefilling is None else metadata.is_prefilling[its]
+    if metadata.is_prefilling is not None:
+        made.is_prefilling = metadata.is_prefilling[torch.from_numpy(of_rows)]
     made._num_computed_tokens_cache = made._token_to_req_indices_cache = None
     its_drafts = np.clip(np.array(lens) - known[of_rows], 0, of_queries)
     return Cut(made, of_rows, verified[of_rows], of_queries - its_drafts)

@@ -23,6 +23,7 @@ class Chooser:
             see everything and score blocks for the layers after them.
         fetch: most blocks that come to the `rooms` of a layer with one choice; the best ones there stand for others.
         read_prompts: of the policy.
+        tables: whether tiles by signs look up rounded sums, as on CPUs.
         ranks: each chooses for its own heads.
         size: tokens of a block.
 
@@ -46,6 +47,7 @@ class Chooser:
         leaders=1,
         fetch=0,
         read_prompts=0,
+        tables=True,
         ranks=1,
         size=BLOCK,
     ):
@@ -53,7 +55,7 @@ class Chooser:
         self.scale = getattr(model, "scale", model.head_dim**-0.5)
         self.recent, self.size = math.ceil((recent - 1) / size) + 1, size
         self.sinks, self.blocks = math.ceil(sink / size), math.ceil(read / size)
-        self.of_prompts = math.ceil(read_prompts / size)
+        self.tables, self.of_prompts = tables, math.ceil(read_prompts / size)
         self.ranks = torch.arange(model.heads).chunk(ranks)
         listed = not isinstance(leaders, int)
         first = leaders[0] if listed else dense_layers
@@ -195,10 +197,11 @@ class Chooser:
             for block in full:
                 of_block = keys[block * self.size : (block + 1) * self.size, h // group].double()
                 q = queries[:, h].double() * self.scale
-                if many and self.index == "signs":
+                if many and self.index == "signs" and self.tables:
                     bounds.append(_best_of_signs(q, of_block))
                 elif self.index == "signs":
-                    bounds.append(torch.logsumexp(q @ _of_signs(of_block).T, 1))
+                    products = q @ _of_signs(of_block).T
+                    bounds.append(products.amax(1) if many else products.logsumexp(1))
                 else:
                     bounds.append(torch.maximum(q * of_block.amax(0), q * of_block.amin(0)).sum(1))
             if many:  # all tokens after the full blocks, up to each query

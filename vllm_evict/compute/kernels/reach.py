@@ -97,8 +97,8 @@ def reach(
             and those that `fetch` cut, as others were read in their place.
         cache, host: [blocks, ...], pages of the layer in the pool and on the host.
         table: int32 [R', W'], block table of the layer; its rows get what is read.
-        scale, soft_cap, sinks: of the layer's attention (see `logits`); sinks are float32 [H], or on the CPU [T, H]: of
-            each query the logit of all that it attends to beside the blocks that are scored.
+        scale, soft_cap, sinks: of the layer's attention (see `logits`); sinks are float32 [H], or [T, H]: of each
+            query the logit of all that it attends to beside the blocks that are scored.
         step: number of the step, above those before.
         fetch: most blocks that come into a row's room; 0: any number.
         leads: whether the layer scores blocks itself.
@@ -139,8 +139,9 @@ def reach_reference(
     step: int = 0,
     fetch: int = 0,
     leads: bool = True,
+    tables: bool = True,
 ) -> None:
-    """`reach` in plain torch, row by row."""
+    """`reach` in plain torch, row by row; `tables` says what kernels it stands for (`signs.tile_scores`)."""
     for row in range(len(rows.queries)):
         token, count, full, blocks, first, end, chosen, room, slot, out_row, chooses = (
             int(each[row]) for each in rows[:OF_ROWS]
@@ -152,7 +153,7 @@ def reach_reference(
                 queries, signs = query[token : token + count], index.dtype == torch.int16
                 its = None if sinks is None else sinks.expand(len(query), -1)[token : token + count]
                 if signs and count >= TILE_QUERIES and query.shape[2] <= TILE_DIMS:
-                    scores[slot, :full] = tile_scores(queries, own, scale, soft_cap, its)
+                    scores[slot, :full] = tile_scores(queries, own, scale, soft_cap, its, tables)
                 else:
                     score = sign_scores if signs else bound_scores
                     of_each = [

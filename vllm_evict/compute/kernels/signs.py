@@ -13,8 +13,9 @@ from .logits import probabilities, soft_capped
 WORD = 16
 #: Queries of a row from which on it is a tile (`tile_scores`), and most dimensions of one.
 TILE_QUERIES, TILE_DIMS = 16, 256
-#: Dimensions whose bits pick one of 16 sums of a tile's query, and steps of scales up to a block's largest.
-NIBBLE, STEPS = 4, 32767
+#: Dimensions whose bits pick one of 16 sums of a tile's query where kernels look them up, and steps of scales up to a
+#: block's largest.
+NIBBLE, SCALES = 4, 32767
 
 
 def key_signs(keys: torch.Tensor) -> torch.Tensor:
@@ -107,31 +108,46 @@ def tile_scores(
     scale: float,
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    tables: bool = True,
 ) -> torch.Tensor:
     """Return the most attention that one of many queries may pay to each block, summed up over heads: float32 [n].
 
-    Here a block draws what its best token may. Signs of four dimensions pick one of 16 sums of a query's numbers, as
-    fast scans of quantised vectors do (André et al., VLDB 2015). Sums are rounded, so that kernels add bytes.
+    Here a block draws what its best token may.
 
     Args:
         query: [T, H, D].
         signs: int16 [n, Hkv, X] of `key_signs`.
         scale, soft_cap, sinks: as for `sign_scores`, but sinks are [T, H].
+        tables: whether kernels look up sums, as on CPUs (`_looked_up`), or multiply.
     """
-    dims = query.shape[2]
-    centre, scales, bits = parts_of(signs, dims)
+    centre, scales, bits = parts_of(signs, query.shape[2])
     heads = query.float().unflatten(1, (signs.shape[1], -1)) * scale  # [T, Hkv, G, D]
-    # What a token's dimensions sum up to is a byte. Times its scale it is a word of 16 bits.
-    unit = heads.abs().sum(-1, keepdim=True) / (127 - dims // 8)
-    places = torch.arange(1 << NIBBLE, device=signs.device)
-    either = (places[:, None] >> torch.arange(NIBBLE, device=signs.device) & 1).float() * 2 - 1  # [16, 4]
-    sums = (heads.unflatten(-1, (-1, NIBBLE)) @ either.T / unit[..., None]).nan_to_num().round().flatten(-2)
-    picked = (bits.unflatten(-1, (-1, NIBBLE)) << torch.arange(NIBBLE, device=signs.device)).sum(-1)
-    picks = (picked[..., None] == places).float().flatten(-2)  # [n, Hkv, tokens, D / 4 * 16]
-    largest = scales.amax(-1, keepdim=True)
-    steps = (scales * (STEPS / largest) + 0.5).nan_to_num().floor()
-    words = (torch.einsum("qhgs,nhts->qhgnt", sums, picks) * steps.transpose(0, 1)[:, None] / 128 + 0.5).floor()
-    best = words.amax(-1) * unit * (largest[..., 0].T[:, None] * (128 / STEPS))
+    if tables:
+        best = _looked_up(heads, scales, bits)
+    else:
+        best = torch.einsum("qhgd,nhtd->qhgnt", heads, scales[..., None] * (bits * 2 - 1)).amax(-1)
     logits = soft_capped(best + torch.einsum("qhgd,nhd->qhgn", heads, centre), soft_cap)
     own = None if sinks is None else sinks.view(*heads.shape[:3], 1)
     return probabilities(logits, own).sum((1, 2)).amax(0)
+
+
+def _looked_up(heads: torch.Tensor, scales: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """Return the largest product of each query with a block's signs times their scales: float32 [T, Hkv, G, n].
+
+    Signs of four dimensions pick one of 16 sums of a query's numbers, as fast scans of quantised vectors do (André et
+    al., VLDB 2015). Sums are rounded, so that those of all dimensions are a byte, and with a scale a word of 16 bits.
+
+    Args:
+        heads: float32 [T, Hkv, G, D], scaled queries.
+        scales, bits: of `parts_of`.
+    """
+    unit = heads.abs().sum(-1, keepdim=True) / (127 - heads.shape[3] // 8)
+    places, powers = (torch.arange(count, device=heads.device) for count in (1 << NIBBLE, NIBBLE))
+    either = (places[:, None] >> powers & 1).float() * 2 - 1  # [16, 4]
+    sums = (heads.unflatten(-1, (-1, NIBBLE)) @ either.T / unit[..., None]).nan_to_num().round().flatten(-2)
+    picked = (bits.unflatten(-1, (-1, NIBBLE)) << powers).sum(-1)
+    picks = (picked[..., None] == places).float().flatten(-2)  # [n, Hkv, tokens, D / 4 * 16]
+    largest = scales.amax(-1, keepdim=True)
+    steps = (scales * (SCALES / largest) + 0.5).nan_to_num().floor()
+    words = (torch.einsum("qhgs,nhts->qhgnt", sums, picks) * steps.transpose(0, 1)[:, None] / 128 + 0.5).floor()
+    return words.amax(-1) * unit * (largest[..., 0].T[:, None] * (128 / SCALES))

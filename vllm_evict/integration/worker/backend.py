@@ -79,9 +79,10 @@ def resident_backend(
                 read = viewed
             else:
                 viewed, read, work = self.kernel_blocks.view(common_attn_metadata)
-            # FlashAttention 3's schedule is for all heads of a layer: useless for parts of a layer, or without rows.
+            # FlashAttention 3's schedule is for all heads of a layer: useless for parts of a layer, or without rows. It
+            # has room for as many rows as there are requests, and rows that are cut are more.
             needed = work is None or not work.is_all
-            unscheduled = kv_heads is not None or not needed
+            unscheduled = kv_heads is not None or not needed or read.num_reqs > common_attn_metadata.num_reqs
             stock = partial(super().build, common_prefix_len, read, fast_build or unscheduled)
             measured = read if ops.by_kernel_blocks else viewed
             metadata = ops.metadata(self, stock, measured, needed, runtime.batch.graph is not None)

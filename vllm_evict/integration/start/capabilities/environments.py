@@ -48,7 +48,6 @@ GPU = Environment(
     {
         READ_OF_LAYERS: "whose kernels have one length for all layers",
         READ_OF_SOME: UNTRIED,
-        PROMPTS: UNTRIED,
     },
 )
 OLD_GPU = Environment(
@@ -291,6 +290,12 @@ SPLITTING_BACKEND = Environment(
     dict.fromkeys((HOST, READ), "whose kernels split the pool's blocks, by which layers choose"),
     "set {setting} to {backends_of_any_block}",
 )
+ROWS_OF_REQUESTS_BACKEND = Environment(
+    "the attention backend FLASHINFER",
+    lambda server: server.platform == "cuda" and server.backend == "FLASHINFER",
+    {PROMPTS: "whose plan has no more rows than requests, while a prompt is cut into rows"},
+    "set {setting} to {backends_of_any_block}",
+)
 FEW_SIZES_BACKEND = Environment(
     "the attention backend {backend}",
     lambda server: server.platform == "cuda" and server.backend == "FLASHINFER" and not versions.splits_in_builders(),
@@ -438,7 +443,7 @@ ENVIRONMENTS = tuple(
     if isinstance(each, Environment)
 )
 #: Those of them that depend on the attention backend: another one may not have them.
-OF_BACKENDS = (BACKEND, WHOLE_LAYER_BACKEND, SPLITTING_BACKEND, FEW_SIZES_BACKEND)
+OF_BACKENDS = (BACKEND, WHOLE_LAYER_BACKEND, SPLITTING_BACKEND, ROWS_OF_REQUESTS_BACKEND, FEW_SIZES_BACKEND)
 #: Those of them that loaded layers may tell of, where a configuration did not.
 OF_LAYERS = (
     STATES_ALONE,
@@ -451,4 +456,5 @@ OF_LAYERS = (
     BACKEND,
     WHOLE_LAYER_BACKEND,
     SPLITTING_BACKEND,
+    ROWS_OF_REQUESTS_BACKEND,
 )

@@ -280,7 +280,8 @@ class Server:
     @property
     def served_backends(self) -> str:
         on_cpu, on_gpu = LATENT[:2] if self.model.use_mla else BACKENDS[:1], self._device_backends
-        if len(self.config.classes) > 1 and not advice.takes_no_plan(self.vllm_config):
+        split = len(self.config.classes) > 1 and not advice.takes_no_plan(self.vllm_config)
+        if split or any(part.read_prompts for part in self.config.classes.values()):
             on_gpu = tuple(name for name in on_gpu if name not in WHOLE_LAYERS)
         return f"{advice.all_of(on_cpu)}, and on a GPU {advice.all_of(advice.working(self.vllm_config, on_gpu))}"
 
