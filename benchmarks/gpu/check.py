@@ -385,15 +385,19 @@ def line(outcome: dict[str, Any]) -> str:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Return a Markdown table of the cases of engines in a report: what came of each, eager and with graphs."""
-    cases = [*report.get("earlier", {"cases": []})["cases"], *report["cases"]]
-    places = {outcome["case"]: outcome["status"] for outcome in cases}
+    """Return a Markdown table of the cases of engines in a report, or in its `runs`, of which the last that came to an
+    end counts: what came of each, eager and with graphs.
+    """
+    outcomes: dict[str, str] = {}
+    for case in (case for run in report.get("runs", [report]) for case in run["cases"]):
+        if case["status"] != LEFT_OUT or case["case"] not in outcomes:
+            outcomes[case["case"]] = case["status"]
     titles = dict.fromkeys(
-        title.rpartition(f" {mode} ")[::2] for title in places for mode in MODES if f" {mode} " in title
+        title.rpartition(f" {mode} ")[::2] for title in outcomes for mode in MODES if f" {mode} " in title
     )
     lines = ["| backend | case | eager | CUDA graphs |", "|---|---|---|---|"]
     for backend, name in titles:
-        cells = [places.get(f"{backend} {mode} {name}", LEFT_OUT) for mode in MODES]
+        cells = [outcomes.get(f"{backend} {mode} {name}", LEFT_OUT) for mode in MODES]
         lines.append(f"| {backend} | {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -19,7 +19,8 @@ def _windows(folder: Path) -> Callable[[], Any]:
 def _latents(folder: Path) -> Callable[[], Any]:
     from latent import DenseLatent, make_latent
 
-    make_latent(folder, "DeepseekV3ForCausalLM")
+    # Kernels for prompts on Hopper know DeepSeek's dimensions alone.
+    make_latent(folder, "DeepseekV3ForCausalLM", qk_nope_head_dim=128, v_head_dim=128)
     return lambda: DenseLatent(folder)
 
 

@@ -442,6 +442,21 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def table_of_reach(report: dict[str, Any]) -> str:
+    """Return a Markdown table of layers that read an eighth of their blocks: times of one layer in microseconds."""
+    names = "attend to all", "choose", "choose and attend"
+    lines = [f"| requests × heads/KV heads × size, block | tokens | {' | '.join(names)} | of attending to all |"]
+    lines.append("|---" * 2 + "|---:" * (1 + len(names)) + "|")
+    for row in report["rows"]:
+        if row["kind"] == "reach":
+            took = [1e3 * statistics.median(row["milliseconds"][name]) for name in names]
+            requests, heads, kv_heads, dim, block_size = row["shape"]
+            shape = f"{requests} × {heads}/{kv_heads} × {dim}, {block_size}"
+            cells = [*(f"{its:,.0f}" for its in took), f"{took[2] / took[0]:.0%}"]
+            lines.append(f"| {shape} | {row['tokens']:,} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def of_latents(times: Times) -> str:
     return f"query_lse {times.bandwidth('query_lse')}, mass_from_lse {times.bandwidth('mass_from_lse')}"
 

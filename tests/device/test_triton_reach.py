@@ -105,7 +105,7 @@ def test_signs_are_stored_where_their_blocks_are(dtype, tokens, dims):
     index = index.cpu()
     assert (index[[1, 4, 5, 6]] == 5).all()
     got, want = (parts_of(each, dims) for each in (index[blocks], want))
-    assert all((one != other).float().mean() < 0.001 for one, other in zip(got, want))
+    assert all((one != other).sum() <= 1 + one.numel() // 1000 for one, other in zip(got, want))
 
 
 @pytest.mark.parametrize("shape, transposed", [((2, 16, 40), False), ((3, 48, 20), True), ((16, 24), False)])
