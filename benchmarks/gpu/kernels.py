@@ -424,21 +424,17 @@ def of_decode(times: Times) -> str:
 
 def table(report: dict[str, Any]) -> str:
     """Return a Markdown table of decodes: bandwidth in GB/s, and its share of the read's."""
+    rows = [row for row in report["rows"] if row["kind"] in ("decode", "fp8")]
     columns = {"decode": "alone", "of blocks": "mass of blocks", "of tokens": "mass of tokens"}
     columns |= {f"{IN_CUDA}bulk": "CUDA C++", f"{IN_CUDA}bulk, of blocks": "CUDA C++, mass of blocks"}
+    columns = {name: said for name, said in columns.items() if any(name in row["milliseconds"] for row in rows)}
     lines = [f"| requests × heads/KV heads × size, block | tokens | read | {' | '.join(columns.values())} |"]
     lines.append("|---" * 2 + "|---:" * (1 + len(columns)) + "|")
-    for row in report["rows"]:
-        if row["kind"] in ("decode", "fp8"):
-            speed = {
-                name: row["bytes"][name] / statistics.median(times) / 1e6 for name, times in row["milliseconds"].items()
-            }
-            cells = [
-                f"{speed[name]:,.0f} ({speed[name] / speed['read']:.0%})" if name in speed else "" for name in columns
-            ]
-            requests, heads, kv_heads, dim, block_size = row["shape"]
-            shape = f"{requests} × {heads}/{kv_heads} × {dim}, {block_size}{', fp8' if row['kind'] == 'fp8' else ''}"
-            lines.append(f"| {shape} | {row['tokens']:,} | {speed['read']:,.0f} | {' | '.join(cells)} |")
+    for row in rows:
+        times = row["milliseconds"].items()
+        speed = {name: row["bytes"][name] / statistics.median(its) / 1e6 for name, its in times}
+        cells = [f"{speed[name]:,.0f} ({speed[name] / speed['read']:.0%})" if name in speed else "" for name in columns]
+        lines.append(f"| {_named(row)} | {row['tokens']:,} | {speed['read']:,.0f} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -450,11 +446,14 @@ def table_of_reach(report: dict[str, Any]) -> str:
     for row in report["rows"]:
         if row["kind"] == "reach":
             took = [1e3 * statistics.median(row["milliseconds"][name]) for name in names]
-            requests, heads, kv_heads, dim, block_size = row["shape"]
-            shape = f"{requests} × {heads}/{kv_heads} × {dim}, {block_size}"
             cells = [*(f"{its:,.0f}" for its in took), f"{took[2] / took[0]:.0%}"]
-            lines.append(f"| {shape} | {row['tokens']:,} | {' | '.join(cells)} |")
+            lines.append(f"| {_named(row)} | {row['tokens']:,} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _named(row: dict[str, Any]) -> str:
+    requests, heads, kv_heads, dim, block_size = row["shape"]
+    return f"{requests} × {heads}/{kv_heads} × {dim}, {block_size}{', fp8' if row['kind'] == 'fp8' else ''}"
 
 
 def of_latents(times: Times) -> str:
