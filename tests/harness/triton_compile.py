@@ -33,6 +33,7 @@ from vllm_evict.triton_kernels import (
     put,
     query_lse,
     reach,
+    reach_signs,
     resident_view,
     take,
 )
@@ -201,19 +202,8 @@ def replace_kernels() -> None:
         (mass_from_lse, ("_mass_from_lse",)),
         (put, ("_put",)),
         (query_lse, ("_query_lse",)),
-        (
-            reach,
-            (
-                "box_logits",
-                "sign_logits",
-                "_sums",
-                "_shares",
-                "_choose",
-                "_take_places",
-                "_copy",
-                "_name",
-            ),
-        ),
+        (reach, ("box_logits", "sign_logits", "_sums", "_shares", "_choose", "_take_places", "_copy", "_name")),
+        (reach_signs, ("_store_signs",)),
         (resident_view, ("_resident_view",)),
         (take, ("_take",)),
     ):
@@ -256,28 +246,15 @@ def compile_reaching(shapes: list[tuple]) -> None:
             for queries in (4, 32):
                 its = rows._replace(most=queries)
                 reach.reach(its, query, index, wide, held, held, held, scores, counts, page, page, wide, 0.1)
+        reach_signs.store_signs(
+            signs, torch.empty(3, dtype=torch.int64), torch.empty(3, kv_heads, block_size, dim, dtype=dtype)
+        )
     if heads != SHAPES[REACHED[-1]][0]:
         return
     Compiled.shape = "a cap and sinks"
-    capped = (
-        rows,
-        query,
-        index,
-        wide,
-        held,
-        held,
-        held,
-        scores,
-        counts,
-        page,
-        page,
-        wide,
-        0.1,
-        50.0,
-        torch.empty(heads),
-    )
+    places = query, index, wide, held, held, held, scores, counts, page, page, wide
     for leads in (False, True):
-        reach.reach(*capped, leads=leads)
+        reach.reach(rows, *places, 0.1, 50.0, torch.empty(heads), leads=leads)
 
 
 def compile_readers(shapes: list[tuple]) -> None:
