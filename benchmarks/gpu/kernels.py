@@ -309,7 +309,7 @@ def choices(case: Case) -> dict[str, Variant]:
         known[number] = value
     for number in (0, 8, 9):  # the query, slot and row of each request
         known[number] = case.ints(known.shape[1])
-    rows = ReachRows._make((*known[:, :count].unbind(), case.table, count * width, 1))
+    rows = ReachRows(*known[:, :count].unbind(), case.table, count * width)
     nothing = [torch.full((count, width), -1, dtype=torch.int32, device=case.device) for _ in range(4)]
     state = *nothing, case.zeros(count, width), case.zeros(count, 3).int()
     table, lens = torch.zeros_like(case.table), torch.full_like(case.lens, read * case.block_size)

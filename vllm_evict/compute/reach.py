@@ -320,7 +320,7 @@ class Reach(Source):
         call = replace(call, kv_cache=self._store.pages()[call.place])
         for most, sinks in self._variants(call):
             for leads in {True, self._config.leaders == 1}:
-                self._reach(call, ReachRows._make((*padding, table, self._pool, most)), table, leads, sinks)
+                self._reach(call, ReachRows._make((*padding, table, self._pool, most, 0, 1)), table, leads, sinks)
         copy_blocks(self._host_pages(call), call.kv_cache, padding[0], padding[0])
 
     def _variants(self, call: LayerCall) -> list[tuple[int, torch.Tensor | None]]:
@@ -374,7 +374,7 @@ class Reach(Source):
         padded = np.zeros((len(known), aligned(len(rows))), np.int32)
         padded[:, : len(rows)] = known
         made = to_device(padded, self._device)[:, : len(rows)].unbind()
-        return ReachRows._make((*made, written, self._pool, int(known[1].max()))), unread.astype(np.int32)
+        return ReachRows._make((*made, written, self._pool, int(known[1].max()), 0, 1)), unread.astype(np.int32)
 
     def _choices(self, batch: StepBatch, rows: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the first fields of `ReachRows` of rows that decode, [fields, R], and tokens that they leave out.
