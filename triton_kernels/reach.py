@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ..compute.kernels.reach import OF_ROWS, SCRATCH, ReachRows, copy_reference, reach_reference  # noqa: F401  (references)
 from ..compute.kernels.signs import TILE_DIMS, TILE_QUERIES, tokens_of
-from .reach_tiles import indexed, of_part, signs_of, tile_logits
+from .reach_signs import indexed, of_part, sign_logits
 from .tiles import DTYPES, LOG2_E, MIN_ROWS, check_int32, require, soft_capped, with_sinks
 
 #: Blocks that a program scores at once; of signs it has 16 tokens of each.
@@ -21,8 +21,6 @@ TILED, MANY = 8, 64
 #: Elements of a key that are in registers at once, or half of them, or twice as many; blocks and places that other
 #: programs take, numbers of a copy.
 DIM, CHUNK, PLACES, COPIED = 64, 256, 64, 4096
-#: Tokens whose signs of one dimension are one word (`compute.kernels.signs.WORD`).
-WORD = tl.constexpr(16)
 #: Bytes of a block of a row in what its choice is made of and in the sort: two numbers, and twice one with its order.
 OF_BLOCK = 8 + 2 * 12
 #: Programs that score, at most: each takes every n-th part of a row. Programs that copy one block.
@@ -52,7 +50,8 @@ def reach(
     """`compute.kernels.reach.reach` on a device. Rows with a negative slot are padding.
 
     Indices are not checked, which would wait for the device. `host` is pinned, and kernels read it in place. Seven
-    launches (five where a layer does not lead; eight where rows are tiles) and a sort. Rows that score are launched as
+    launches (five where a layer does not lead; eight where rows are tiles) and a sort, two less without blocks of the
+    host; one where no row chooses. Rows that score are launched as
     many at a time as `SCRATCH` has room for their logarithms. Scratch comes from torch's allocator.
     """
     check_int32(numbers=numbers, held=held, read=read, picked=picked, counts=counts, table=table, written=rows.written)
@@ -75,22 +74,27 @@ def reach(
         known = [each[first : first + at_once] for each in rows[:OF_ROWS]]
         blocks, starts, ends, chosen, rooms, slots, out_rows, chooses = known[3:]
         count, new = len(slots), query.new_empty
-        places, keys = new((count, width), dtype=torch.int32), new((count, width), dtype=torch.float32)
-        many = min(max(rows.many - first, 0), count) if rows.many else count
-        some = rows._replace(**dict(zip(rows._fields, known)), many=many)
-        _score(some, query, index, numbers, held, scores, keys, places, scale, soft_cap, own, leads)
-        order = keys.sort(descending=True, stable=True).indices
-        picks, fresh, taken, to, of = (new((count, most), dtype=torch.int32) for _ in range(5))
-        coming = new(count, dtype=torch.int32)
-        _choose[(count,)](
-            order, numbers, places, read, picks, fresh, coming, counts, slots, chooses, starts, ends, chosen,
-            width, most, fetch or width, step, CHUNK=CHUNK, num_warps=4,
-        )  # fmt: skip
-        _take_places[(count, triton.cdiv(most, PLACES))](
-            numbers, rows.written, places, read, fresh, coming, taken, to, of, slots, chooses, starts, rooms, out_rows,
-            rows.written.stride(0), width, most, PLACES=PLACES, num_warps=4,
-        )  # fmt: skip
-        copy_blocks(cache, host, to.view(-1), of.view(-1))
+        # Of these nothing is used if no row chooses, and without blocks of the host all places in `held` are -1.
+        places = picks = taken = held
+        if rows.most:
+            places, keys = new((count, width), dtype=torch.int32), new((count, width), dtype=torch.float32)
+            many = min(max(rows.many - first, 0), count) if rows.many else count
+            some = rows._replace(**dict(zip(rows._fields, known)), many=many)
+            _score(some, query, index, numbers, held, scores, keys, places, scale, soft_cap, own, leads)
+            order = keys.sort(descending=True, stable=True).indices
+            picks, fresh = (new((count, most), dtype=torch.int32) for _ in range(2))
+            coming = new(count, dtype=torch.int32)
+            _choose[(count,)](
+                order, numbers, places, read, picks, fresh, coming, counts, slots, chooses, starts, ends, chosen,
+                width, most, fetch or width, step, CHUNK=CHUNK, num_warps=4,
+            )  # fmt: skip
+        if rows.most and len(host):
+            taken, to, of = (new((count, most), dtype=torch.int32) for _ in range(3))
+            _take_places[(count, triton.cdiv(most, PLACES))](
+                numbers, rows.written, places, read, fresh, coming, taken, to, of, slots, chooses, starts, rooms,
+                out_rows, rows.written.stride(0), width, most, PLACES=PLACES, num_warps=4,
+            )  # fmt: skip
+            copy_blocks(cache, host, to.view(-1), of.view(-1))
         _name[(count, triton.cdiv(max(table.shape[1], most), CHUNK))](
             table, numbers, rows.written, places, held, read, picked, picks, taken, slots, chooses, blocks, starts,
             ends, chosen, out_rows, table.stride(0), rows.written.stride(0), width, most, step,
@@ -133,15 +137,15 @@ def _score(
             logs = query.new_empty((its * queries if leads else 0, heads, width), dtype=torch.float32)
             lse = query.new_empty((its * queries, heads), dtype=torch.float32)
             scored = slots, chooses, full, asked, first, queries
-            for kernel, queried, items, own_blocks, dim, warps in kernels if leads else ():
+            for kernel, tiles, queried, items, own_blocks, dim, warps in kernels if leads else ():
                 parts = triton.cdiv(queried * group, items)
                 programs = max(min(triton.cdiv(width, own_blocks), SCORING // (its * parts * kv_heads)), 1)
                 kernel[(its * parts, kv_heads, programs)](
                     query, index, numbers, rows.written, logs, *scored, parts, least, tokens, out_rows, scale * LOG2_E,
                     *query.stride()[:2], rows.written.stride(0), rows.pool, width, heads, kv_heads,
-                    GROUP=group, HEAD_DIM=dims, WORDS=index.shape[2], SIGNED=signed,
+                    GROUP=group, HEAD_DIM=dims, WORDS=index.shape[2],
                     TOKENS=tokens_of(index, dims) if signed else 16,
-                    SOFT_CAP=soft_cap * LOG2_E, ROWS=items, BLOCKS=own_blocks, DIM=dim,
+                    SOFT_CAP=soft_cap * LOG2_E, TILES=tiles, ROWS=items, BLOCKS=own_blocks, DIM=dim,
                     num_warps=warps, num_stages=2 if signed else 3,
                 )  # fmt: skip
             if leads:
@@ -155,18 +159,20 @@ def _score(
             )  # fmt: skip
 
 
-def _scoring(signed: bool, dims: int, queries: int) -> tuple[int, list[tuple[Any, int, int, int, int, int]]]:
+def _scoring(signed: bool, dims: int, queries: int) -> tuple[int, list[tuple[Any, bool, int, int, int, int, int]]]:
     """Return the least queries of a tile, and the kernels that score rows of up to `queries`.
 
-    Each has the most queries of its rows, and what a program has at once: queries and heads, blocks, dimensions; warps.
+    Each has whether its rows are tiles, their most queries, and what a program has at once: queries and heads, blocks,
+    dimensions; warps.
     """
     if not signed:
-        return queries + 1, [(_logits, queries, MANY // 2 if queries >= TILE_QUERIES else MIN_ROWS, BOXES, DIM, 4)]
+        items = MANY // 2 if queries >= TILE_QUERIES else MIN_ROWS
+        return queries + 1, [(box_logits, False, queries, items, BOXES, DIM, 4)]
     least = TILE_QUERIES if dims <= TILE_DIMS else queries + 1
-    kernels = [(_logits, min(queries, least - 1), MIN_ROWS, SIGNED, DIM // 2, 8)]
+    dim = min(max(triton.next_power_of_2(dims), MIN_ROWS), 2 * DIM)
+    kernels = [(sign_logits, False, min(queries, least - 1), MIN_ROWS, SIGNED, dim, 4)]
     if queries >= least:
-        dim = min(max(triton.next_power_of_2(dims), MIN_ROWS), 2 * DIM)
-        kernels.append((tile_logits, queries, MANY, TILED, dim, 4 if dims <= 2 * DIM else 8))
+        kernels.append((sign_logits, True, queries, MANY, TILED, dim, 4 if dims <= 2 * DIM else 8))
     return least, kernels
 
 
@@ -190,13 +196,13 @@ def copy_blocks(target: torch.Tensor, source: torch.Tensor, to: torch.Tensor, of
 
 # Not specialised for the widths and strides of a model's steps (see `decode_mass.ATTEND_SIZES`).
 @triton.jit(do_not_specialize=["base", "queries", "parts", "least", "scale", "stride_t", "stride_w", "pool", "width"])
-def _logits(
+def box_logits(
     query, index, numbers, written, logs, slots, chooses, full, counts, base, queries, parts, least, tokens, out_rows,
     scale, stride_t, stride_h, stride_w, pool, width, heads, kv_heads,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WORDS: tl.constexpr, SIGNED: tl.constexpr, TOKENS: tl.constexpr,
-    SOFT_CAP: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, DIM: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WORDS: tl.constexpr, TOKENS: tl.constexpr, SOFT_CAP: tl.constexpr,
+    TILES: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Write the logarithm (base 2) of what a block may draw, of each query and head; of rows that are no tiles."""
+    """As `reach_signs.sign_logits`, of boxes. No row is a tile."""
     at = tl.program_id(0) // parts
     row, kv_head = base + at, tl.program_id(1)
     nth, head, valid = of_part(tl.program_id(0) % parts, kv_head, tl.load(counts + row), GROUP, ROWS)
@@ -210,13 +216,7 @@ def _logits(
             block = first + tl.arange(0, BLOCKS)
             here = block < count
             own = index + (indexed(numbers, written, block, here, pool) * kv_heads + kv_head) * WORDS
-            if SIGNED:
-                log = _of_signs(
-                    own_query, valid, own, numbers, written, index, first, count, kv_head, pool, kv_heads, scale,
-                    HEAD_DIM, WORDS, TOKENS, SOFT_CAP, ROWS, BLOCKS, DIM,
-                )  # fmt: skip
-            else:
-                log = soft_capped(_of_boxes(own_query, valid, own, here, HEAD_DIM, ROWS, BLOCKS, DIM) * scale, SOFT_CAP)
+            log = soft_capped(_of_boxes(own_query, valid, own, here, HEAD_DIM, ROWS, BLOCKS, DIM) * scale, SOFT_CAP)
             target = logs + ((at.to(tl.int64) * queries + nth) * heads + head)[:, None] * width + block[None, :]
             tl.store(target, log, mask=valid[:, None] & here[None, :])
 
@@ -237,47 +237,6 @@ def _of_boxes(
         products = tl.dot(above, tl.trans(largest), products, input_precision="ieee")
         products = tl.dot(below, tl.trans(least), products, input_precision="ieee")
     return products
-
-
-@triton.jit
-def _of_signs(
-    queries, valid, own, numbers, written, index, first, count, kv_head, pool, kv_heads, scale,
-    HEAD_DIM: tl.constexpr, WORDS: tl.constexpr, TOKENS: tl.constexpr, SOFT_CAP: tl.constexpr, ROWS: tl.constexpr,
-    BLOCKS: tl.constexpr, DIM: tl.constexpr,
-):  # fmt: skip
-    """Return logarithms of the sums of exponentials over the tokens that signs stand for: [ROWS, BLOCKS]."""
-    column = tl.arange(0, BLOCKS * WORD)
-    block, token = first + column // WORD, column % WORD
-    held = block < count
-    words = index + (indexed(numbers, written, block, held, pool) * kv_heads + kv_head) * WORDS
-    here = first + tl.arange(0, BLOCKS) < count
-    centred = tl.zeros([ROWS, BLOCKS], tl.float32)
-    for start in range(0, HEAD_DIM, DIM):
-        dim = start + tl.arange(0, DIM)
-        within = (dim < HEAD_DIM)[None, :]
-        q = tl.load(queries[:, None] + dim[None, :], mask=valid[:, None] & within, other=0.0)
-        centre = tl.load(own[:, None] + dim[None, :], mask=here[:, None] & within, other=0)
-        centre = centre.to(tl.bfloat16, bitcast=True).to(q.dtype)
-        centred = tl.dot(q, tl.trans(centre), centred, input_precision="ieee")
-    top = tl.full([ROWS, BLOCKS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS, BLOCKS], tl.float32)
-    for part in range(0, TOKENS // WORD):
-        products = tl.zeros([ROWS, BLOCKS * WORD], tl.float32)
-        for start in range(0, HEAD_DIM, DIM):
-            dim = start + tl.arange(0, DIM)
-            within = (dim < HEAD_DIM)[None, :]
-            q = tl.load(queries[:, None] + dim[None, :], mask=valid[:, None] & within, other=0.0)
-            at = HEAD_DIM + TOKENS + part * HEAD_DIM + dim
-            bits = tl.load(words[:, None] + at[None, :], mask=held[:, None] & within, other=0)
-            products = tl.dot(q, tl.trans(signs_of(bits, token[:, None], q.dtype)), products, input_precision="ieee")
-        length = tl.load(words + HEAD_DIM + part * WORD + token, mask=held, other=0)
-        length = length.to(tl.bfloat16, bitcast=True).to(tl.float32)
-        steps = tl.reshape(products * length[None, :], [ROWS, BLOCKS, WORD])
-        logits = soft_capped((centred[:, :, None] + steps) * scale, SOFT_CAP)
-        higher = tl.maximum(top, tl.max(logits, 2))
-        total = total * tl.exp2(top - higher) + tl.sum(tl.exp2(logits - higher[:, :, None]), 2)
-        top = higher
-    return top + tl.log2(total)
 
 
 @triton.jit(do_not_specialize=["base", "queries", "stride_s", "width"])

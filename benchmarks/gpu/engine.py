@@ -257,7 +257,10 @@ def run_row(name: str, options: argparse.Namespace, clock: Clock, gpu: dict[str,
     planned, lines_of = ROWS[name]
     start, row, errors = time.monotonic(), {}, []
     try:
-        plan = only(planned(options.dry_run, gpu["free"]), options)
+        contexts = {"contexts": options.contexts} if name == "latency" and options.contexts else {}
+        plan = planned(options.dry_run, int(gpu["free"] * options.share), **contexts)
+        some = {STOCK, *(options.cases or plan.cases)}
+        plan = replace(plan, cases={case: policy for case, policy in plan.cases.items() if case in some})
         row |= {"load": plan.facts, "shape": asdict(plan.shape), "dtype": plan.dtype}
         measure(plan, options, clock, gpu, row)
     except RowError as error:
@@ -281,22 +284,13 @@ def run_row(name: str, options: argparse.Namespace, clock: Clock, gpu: dict[str,
     return row | {"seconds": time.monotonic() - start}
 
 
-def only(plan: Plan, options: argparse.Namespace) -> Plan:
-    """Return the plan with the cases and contexts of the command line."""
-    cases = {case: policy for case, policy in plan.cases.items() if case in (STOCK, *(options.cases or plan.cases))}
-    works = {}
-    for name, work in plan.work.items():
-        contexts = [each for each in work.arguments.get("contexts", []) if each <= (options.longest or each)]
-        works[name] = replace(work, arguments=work.arguments | ({"contexts": contexts} if contexts else {}))
-    return replace(plan, cases=cases, work=works)
-
-
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     every = {"default": list(ROWS), "choices": list(ROWS), "metavar": "ROW", "help": ", ".join(ROWS)}
     parser.add_argument("--rows", nargs="+", **every)
     parser.add_argument("--cases", nargs="+", metavar="CASE", help="only these beside stock, such as h2o")
-    parser.add_argument("--longest", type=int, metavar="TOKENS", help="of the row latency: no longer contexts")
+    parser.add_argument("--contexts", nargs="+", type=int, metavar="TOKENS", help="of the row latency: only these")
+    parser.add_argument("--share", type=float, default=1.0, help="of the GPU's memory that a row is planned for")
     parser.add_argument("--rounds", type=int, help="most rounds; default 3, but 1 of latency and in a dry run")
     parser.add_argument("--seconds", type=float, default=540, help="limit for all rows of this call")
     parser.add_argument("--out", type=Path, default=Path("out/gpu/engine.json"), help="JSON with all rounds")

@@ -1,7 +1,7 @@
 """Rows of benchmarks/gpu/engine.py: what engines run, and the figures that this comes to."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -172,9 +172,9 @@ def pressure(tiny: bool, memory: int) -> Plan:
     return batches(shape, dtype, blocks, size, (requests, prompt, output), chunk=chunk, cases=cases)
 
 
-def latency(tiny: bool, memory: int) -> Plan:
+def latency(tiny: bool, memory: int, contexts: Sequence[int] = ()) -> Plan:
     size, steps, sizes = (32, 8, (1, 2)) if tiny else (16, 48, (1, 8))
-    contexts = [128, 256, 512] if tiny else [4096 << n for n in range(6)]
+    contexts = contexts or ([128, 256, 512] if tiny else [4096 << n for n in range(6)])
     budget, sink = (128, 32) if tiny else (4096, 64)
     shape, dtype, chunk = (TINY, "float32", 64) if tiny else (LLAMA_3_1_8B, "bfloat16", 8192)
     room = (memory * FILL - parameters(shape) * ITEMSIZE - OVERHEAD) / shape.kv_bytes_per_token(ITEMSIZE)

@@ -19,6 +19,9 @@
 #define WIDEN_F16(x) _mm256_cvtph_ps((__m128i)(x))
 #define SPREAD(from) _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)(from)))
 #define LOOK_UP(table, places) _mm256_shuffle_epi8((__m256i)(table), (__m256i)(places))
+#define PICK(from, places) \
+  _mm256_blendv_ps(_mm256_permutevar8x32_ps(_mm256_loadu_ps(from), (__m256i)(places)), \
+                   _mm256_permutevar8x32_ps(_mm256_loadu_ps((from) + 8), (__m256i)(places)), (__m256)((places) << 28))
 #define MULTIPLY_ROUND(a, b) _mm256_mulhrs_epi16((__m256i)(a), (__m256i)(b))
 #else
 #define LANES 16
@@ -30,6 +33,7 @@
 #define WIDEN_F16(x) _mm512_maskz_cvtph_ps(0xffff, (__m256i)(x))
 #define SPREAD(from) _mm512_maskz_broadcast_i32x4(0xffff, _mm_loadu_si128((const __m128i*)(from)))
 #define LOOK_UP(table, places) _mm512_shuffle_epi8((__m512i)(table), (__m512i)(places))
+#define PICK(from, places) _mm512_maskz_permutexvar_ps(0xffff, (__m512i)(places), _mm512_loadu_ps(from))
 #define MULTIPLY_ROUND(a, b) _mm512_mulhrs_epi16((__m512i)(a), (__m512i)(b))
 #endif
 

@@ -110,7 +110,7 @@ void score(const ReachArgs& a, const ReachKernel& kernel, int64_t row, const Pac
                 padded = packed ? (full + kernel.panel - 1) / kernel.panel * kernel.panel : full;
   s.query.resize(2 * count * group * a.dim);
   s.shares.assign(count * padded, 0.f);
-  const Lines scratch = packed ? lines_of(count * group * (padded + 1 + a.dim)) : Lines{};
+  const Lines scratch = lines_of(packed ? count * group * (padded + 1 + a.dim) : 16 * a.dim);
   if (!packed) {
     find_places(a, row, s.places);
     s.logits.resize(count * group * full);
@@ -125,7 +125,7 @@ void score(const ReachArgs& a, const ReachKernel& kernel, int64_t row, const Pac
       continue;
     }
     kernel.logits(s.query.data(), count * group, a.dim, a.index, head, a.soft_cap, s.places.data(),
-                 full, s.logits.data(), full);
+                 full, scratch[0].floats, s.logits.data(), full);
     for (int64_t i = 0; i < count * group; ++i) {
       float *own = s.logits.data() + i * full, *shares = s.shares.data() + i / group * full;
       if (a.soft_cap > 0 && !a.index.signs)

@@ -56,10 +56,10 @@ struct ReachArgs {
 
 // Writes logits[query * stride + n], what attention one KV head of the block at places[n] may draw.
 // `query`: floats [count, 2 * dim]; for boxes positive parts first, for signs the query first.
-// Logits of boxes are not capped yet.
+// Logits of boxes are not capped yet. `scratch`: for signs 16 floats a dimension.
 using BlockLogits = void (*)(const float* query, int64_t count, int64_t dim, const ReachIndex&,
                              int64_t head, float soft_cap, const int32_t* places, int64_t num,
-                             float* logits, int64_t stride);
+                             float* scratch, float* logits, int64_t stride);
 
 // Rows of so many queries or more are tiles: if blocks are scored by signs, sums of each four numbers of their queries
 // are rounded, and a block's best token stands for it. A byte holds sums of so many dimensions.

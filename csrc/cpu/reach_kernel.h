@@ -37,21 +37,34 @@ void box_logits(const float* query, int64_t count, int64_t dim, const T* boxes, 
 constexpr int64_t kQueries = 4;  // that read the signs together
 constexpr float kLog2e = 1.44269504f;
 
-// The log of the sum of exp(logit) over a block's tokens, for up to kQueries queries. A key is taken
+// Calls write(at, sums) with the 16 sums that each four numbers of a query have with either sign, LANES at once, and
+// where they belong in [dim / 4, 16].
+template <class Write>
+inline void tabulate(const float* query, int64_t dim, Write write) {
+  for (int64_t d = 0; d < dim; d += 4)
+    for (int64_t first = 0; first < 16; first += LANES) {
+      const WordVec bits = (WordVec)lane_numbers(Lanes{}) + (uint32_t)first;
+      Vec sum{};
+      for (int64_t j = 0; j < 4; ++j) sum += (bits >> j & 1) != 0 ? splat(query[d + j]) : splat(-query[d + j]);
+      write(4 * d + first, sum);
+    }
+}
+
+// The log of the sum of exp(logit) over a block's tokens, for Q queries. A key is taken
 // for its block's centre + its scale in the direction of its signs. A block has its centre [dim], the
 // scales of its tokens, and for each 16 tokens and dimension a word with a bit for each token.
-void sign_logits(const float* query, int64_t count, int64_t dim, const uint16_t* index,
+template <int Q>
+void sign_logits(const float* query, int64_t dim, const uint16_t* index,
                  int64_t stride, int64_t block_size, float soft_cap, const int32_t* places,
-                 int64_t num, float* logits, int64_t out_stride) {
-  const WordVec lane = WordVec{} + 1 << (WordVec)lane_numbers(Lanes{});
-  float total[kQueries] = {};
-  for (int64_t q = 0; q < count; ++q)
-    for (int64_t d = 0; d < dim; ++d) total[q] += query[2 * q * dim + d];
+                 int64_t num, float* tables, float* logits, int64_t out_stride) {
+  const WordVec lane = (WordVec)lane_numbers(Lanes{});
+  for (int q = 0; q < Q; ++q)
+    tabulate(query + 2 * q * dim, dim, [&](int64_t at, Vec sums) { store(tables + 4 * q * dim + at, sums); });
   for (int64_t n = 0; n < num; ++n) {
     const uint16_t* centre = index + places[n] * stride;
     const uint16_t* scales = centre + dim;
-    Vec base[kQueries], peak[kQueries], sum[kQueries];
-    for (int64_t q = 0; q < count; ++q) {
+    Vec base[Q], peak[Q], sum[Q];
+    for (int q = 0; q < Q; ++q) {
       Vec product{};
       for (int64_t d = 0; d < dim; d += LANES)
         product += load<Vec>(query + 2 * q * dim + d) * widen((const Bf16*)(centre + d));
@@ -61,16 +74,18 @@ void sign_logits(const float* query, int64_t count, int64_t dim, const uint16_t*
     }
     for (int64_t t = 0; t < block_size; t += LANES) {
       const uint16_t* words = scales + block_size + t / 16 * dim;
-      Vec own[kQueries] = {};
-      for (int64_t d = 0; d < dim; ++d) {
-        const WordVec word = WordVec{} + ((uint32_t)words[d] >> t % 16);
-        const WordVec is_set = (WordVec)((word & lane) != 0);
-        for (int64_t q = 0; q < count; ++q)
-          own[q] += (Vec)(is_set & (WordVec)splat(query[2 * q * dim + d]));
+      const WordVec token = lane + (uint32_t)(t % 16);
+      Vec own[Q] = {};
+      for (int64_t d = 0; d < dim; d += 4) {
+        // Each bit of the first of two dimensions is 16 bits below that of the second one.
+        const WordVec first = WordVec{} + load<uint32_t>(words + d), second = WordVec{} + load<uint32_t>(words + d + 2);
+        const WordVec bits = (first >> token & 0x10001) | (second >> token & 0x10001) << 2;
+        const WordVec of_sums = bits | bits >> 15;
+        for (int q = 0; q < Q; ++q) own[q] += pick(tables + 4 * (q * dim + d), of_sums);
       }
       const Vec scale = widen((const Bf16*)(scales + t));
-      for (int64_t q = 0; q < count; ++q) {
-        Vec x = base[q] + scale * (2 * own[q] - total[q]);
+      for (int q = 0; q < Q; ++q) {
+        Vec x = base[q] + scale * own[q];
         if (soft_cap > 0) x = soft_capped(x, soft_cap);
         x *= kLog2e;
         const Vec top = max(peak[q], x);
@@ -78,7 +93,7 @@ void sign_logits(const float* query, int64_t count, int64_t dim, const uint16_t*
         peak[q] = top;
       }
     }
-    for (int64_t q = 0; q < count; ++q) {
+    for (int q = 0; q < Q; ++q) {
       const float top = largest_of(peak[q]);
       const float all = sum_of(sum[q] * exp2(peak[q] - top));
       logits[q * out_stride + n] = top / kLog2e + __builtin_logf(all);
@@ -146,19 +161,15 @@ void pack(const ReachIndex& index, int64_t head, int64_t dim, const int32_t* pla
     }
 }
 
-// Writes the 16 sums that each four numbers of a query have with either sign, in steps. Returns what a step is.
-float tabulate(const float* query, int64_t dim, int8_t* tables) {
+// Rounds the sums of a query to steps. Returns what a step is.
+float tabulate_bytes(const float* query, int64_t dim, int8_t* tables) {
   float all = 0;
   for (int64_t d = 0; d < dim; ++d) all += __builtin_fabsf(query[d]);
-  const float steps = tile_steps(dim);
-  for (int64_t d = 0; d < dim; d += 4)
-    for (int64_t first = 0; first < 16; first += LANES) {
-      const WordVec bits = (WordVec)lane_numbers(Lanes{}) + (uint32_t)first;
-      Vec sum{};
-      for (int64_t j = 0; j < 4; ++j) sum += (bits >> j & 1) != 0 ? splat(query[d + j]) : splat(-query[d + j]);
-      const WordVec whole = (WordVec)(sum * (all > 0 ? steps / all : 0) + 12582912.f);  // 1.5 * 2^23
-      for (int i = 0; i < LANES; ++i) tables[4 * d + first + i] = (int8_t)whole[i];
-    }
+  const float steps = tile_steps(dim), of_one = all > 0 ? steps / all : 0;
+  tabulate(query, dim, [&](int64_t at, Vec sums) {
+    const WordVec whole = (WordVec)(sums * of_one + 12582912.f);  // 1.5 * 2^23
+    for (int i = 0; i < LANES; ++i) tables[at + i] = (int8_t)whole[i];
+  });
   return all / steps;
 }
 
@@ -217,7 +228,7 @@ void tile_shares(const float* query, int64_t count, int64_t group, int64_t dim, 
   const int64_t total = count * group, padded = (num + kPanel - 1) / kPanel * kPanel;
   float *logits = scratch, *units = logits + total * padded;
   int8_t* tables = (int8_t*)(units + total);
-  for (int64_t q = 0; q < total; ++q) units[q] = tabulate(query + 2 * q * dim, dim, tables + 4 * q * dim);
+  for (int64_t q = 0; q < total; ++q) units[q] = tabulate_bytes(query + 2 * q * dim, dim, tables + 4 * q * dim);
   for (int64_t n = 0; n < num; n += kPanel) {
     const Panel p((float*)panels + n / kPanel * panel_floats(dim, block_size), dim);
     for (int64_t i = 0; i < total; i += kQueries) {
@@ -244,14 +255,16 @@ void tile_shares(const float* query, int64_t count, int64_t group, int64_t dim, 
 }
 
 void block_logits(const float* query, int64_t count, int64_t dim, const ReachIndex& index,
-                  int64_t head, float soft_cap, const int32_t* places, int64_t num, float* logits,
-                  int64_t out_stride) {
+                  int64_t head, float soft_cap, const int32_t* places, int64_t num, float* scratch,
+                  float* logits, int64_t out_stride) {
   const int64_t stride = index.kv_heads * index.width, first = head * index.width;
   if (index.signs) {
-    for (int64_t q = 0; q < count; q += kQueries)
-      sign_logits(query + 2 * q * dim, count - q < kQueries ? count - q : kQueries, dim,
-                  (const uint16_t*)index.data + first, stride, index.block_size, soft_cap, places,
-                  num, logits + q * out_stride, out_stride);
+    for (int64_t q = 0, some; q < count; q += some) {
+      some = count - q < 2 ? 1 : count - q < kQueries ? 2 : kQueries;
+      (some == 1 ? sign_logits<1> : some == 2 ? sign_logits<2> : sign_logits<kQueries>)(
+          query + 2 * q * dim, dim, (const uint16_t*)index.data + first, stride, index.block_size, soft_cap, places,
+          num, scratch, logits + q * out_stride, out_stride);
+    }
     return;
   }
   if (index.type == Type::f32)

@@ -127,6 +127,17 @@ inline PairVec max(PairVec a, PairVec b) { return a > b ? a : b; }
 
 // ---- Numbers
 
+// Of 16 numbers those at places, of which the lowest four bits count.
+inline Vec pick(const float* from, WordVec places) {
+#ifdef PICK
+  return (Vec)PICK(from, places);
+#else
+  Vec picked;
+  for (int i = 0; i < LANES; ++i) picked[i] = from[places[i] & 15];
+  return picked;
+#endif
+}
+
 // Returns b if one of the two is NaN.
 inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
 

@@ -9,7 +9,7 @@ from triton_batch import DEVICE, WHERE_KERNELS_RUN, interpreter_gaps  # noqa: F4
 
 from vllm_evict.compute.kernels.bounds import key_bounds
 from vllm_evict.compute.kernels.reach import ReachRows, reach_reference
-from vllm_evict.compute.kernels.signs import key_signs
+from vllm_evict.compute.kernels.signs import key_signs, parts_of
 
 pytestmark = WHERE_KERNELS_RUN
 SINKS = torch.linspace(-1, 2, HEADS)
@@ -48,10 +48,13 @@ def test_the_kernels_do_what_plain_torch_does(dtype, of_keys, soft_cap, sinks, m
     rows, index, numbers, state, host = known
     there = on_device(ReachRows(*padded, *rows[11:]), index, numbers, state, host)
     own, generator = there[3], torch.Generator().manual_seed(1)
-    for step in range(6):
+    for step in range(7):
         query = torch.randn(7, HEADS, DIM, generator=generator).to(dtype)
         for run, (rows, index, numbers, places, host) in ((reach_reference, known), (module.reach, there)):
             rows.chooses[1:3] = step % 2 == 0
+            if step == 6:  # no row chooses
+                rows.chooses.zero_()
+                rows = rows._replace(most=0)
             *others, cache, table = places
             table.zero_()
             args = rows, query.to(index.device), index, numbers, *others, cache, host, table, 0.125, soft_cap
@@ -86,6 +89,23 @@ def test_tiles_score_what_plain_torch_scores(of_keys, size, dim, dtype, sinks, s
         run(*args, None if own is None else own.to(of_blocks.device))
     torch.testing.assert_close(there[3][3].cpu(), state[3])
     assert (state[3] != 0).any(1).sum() == len(counts)
+
+
+@pytest.mark.parametrize(
+    "dtype, tokens, dims", [(torch.bfloat16, 16, 128), (torch.float32, 48, 40), (torch.float16, 32, 576)]
+)
+def test_signs_are_stored_where_their_blocks_are(dtype, tokens, dims):
+    """Sums may be rounded otherwise, and then a key near its block's centre has another sign."""
+    from vllm_evict.triton_kernels.reach_signs import store_signs
+
+    keys = torch.randn(5, tokens, 3, dims, generator=torch.Generator().manual_seed(0)).to(dtype).transpose(1, 2)
+    want, blocks = key_signs(keys), torch.tensor([7, 0, 3, 8, 2])
+    index = torch.full((9, *want.shape[1:]), 5, dtype=torch.int16, device=DEVICE)
+    store_signs(index, blocks.to(DEVICE), keys.to(DEVICE))
+    index = index.cpu()
+    assert (index[[1, 4, 5, 6]] == 5).all()
+    got, want = (parts_of(each, dims) for each in (index[blocks], want))
+    assert all((one != other).float().mean() < 0.001 for one, other in zip(got, want))
 
 
 @pytest.mark.parametrize("shape, transposed", [((2, 16, 40), False), ((3, 48, 20), True), ((16, 24), False)])

@@ -67,6 +67,7 @@ def use_kernels(monkeypatch) -> None:
     from vllm_evict.compute import measure, reach, sums, tokens, views
     from vllm_evict.compute.attention import device
     from vllm_evict.triton_kernels import reach as reaching
+    from vllm_evict.triton_kernels import reach_signs
     from vllm_evict.triton_kernels.fold import fold
     from vllm_evict.triton_kernels.put import put
     from vllm_evict.triton_kernels.resident_view import resident_view
@@ -81,6 +82,7 @@ def use_kernels(monkeypatch) -> None:
         (tokens, put),
         (reach, reaching.reach),
         (reach, reaching.copy_blocks),
+        (reach, reach_signs.store_signs),
     ):
         monkeypatch.setattr(module, kernel.__name__, kernel)
 

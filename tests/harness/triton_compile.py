@@ -201,7 +201,19 @@ def replace_kernels() -> None:
         (mass_from_lse, ("_mass_from_lse",)),
         (put, ("_put",)),
         (query_lse, ("_query_lse",)),
-        (reach, ("_logits", "tile_logits", "_sums", "_shares", "_choose", "_take_places", "_copy", "_name")),
+        (
+            reach,
+            (
+                "box_logits",
+                "sign_logits",
+                "_sums",
+                "_shares",
+                "_choose",
+                "_take_places",
+                "_copy",
+                "_name",
+            ),
+        ),
         (resident_view, ("_resident_view",)),
         (take, ("_take",)),
     ):

@@ -4,6 +4,7 @@ import csv
 import importlib
 import json
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -43,6 +44,14 @@ def test_rows_of_other_loads_are_those_of_their_files(to_json, name):
     if len(ratios["h2o"]) == 1:
         cells = [cell.partition(" ")[0] for cell in cells]
     assert f"| {cells[0]} | {cells[1]} |" in (ROOT / "docs/results.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["16384", "60000", "hybrid-16384", "hybrid-60000"])
+def test_times_of_prompts_that_read_less_are_those_of_their_files(name):
+    report = json.loads((ROOT / f"benchmarks/results/performance/pressure-read-{name}.json").read_text())
+    stock, less = (median(run["cpu_seconds"] for run in runs) for runs in report["runs"].values())
+    said = f"{stock / less:.2f} times ({stock:.1f} / {less:.1f} s)"
+    assert said in " ".join((ROOT / "docs/reach.md").read_text().split())
 
 
 def test_the_table_past_the_models_context_is_that_of_its_file(to_json):

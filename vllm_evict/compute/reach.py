@@ -27,7 +27,7 @@ from .holes import Start
 from .kernels.bounds import key_bounds
 from .kernels.logits import logits_of
 from .kernels.reach import OF_ROWS, SCRATCH, ReachRows, copy_blocks, reach
-from .kernels.signs import key_signs
+from .kernels.signs import key_signs, store_signs
 from .needs import Needs
 from .offload import Offload
 from .parts import Room
@@ -180,7 +180,7 @@ class Reach(Source):
         at_once = max(SCRATCH // (4 * max(page[0].numel() for page in self._store.pages())), 1)
         for some in late.split(at_once):
             for index, (keys, _) in zip(self._index, self._store.read(some, False)):
-                index[some] = self._of_keys(keys)
+                self._store_index(index, some, keys)
 
     def copied(self, copies: Sequence[Copy]) -> None:
         """Copy what stands for blocks that go to the host, or come from there, as the blocks are copied."""
@@ -277,7 +277,13 @@ class Reach(Source):
     def fill(self, call: LayerCall, filled: torch.Tensor) -> None:
         """Compute the index of blocks that the step has filled, in one layer."""
         keys, _ = call.ops.read(call.layer, call.kv_cache, filled, False)
-        self._index[call.place][filled] = self._of_keys(keys)
+        self._store_index(self._index[call.place], filled, keys)
+
+    def _store_index(self, index: torch.Tensor, blocks: torch.Tensor, keys: torch.Tensor) -> None:
+        if self._config.index == "signs":
+            store_signs(index, blocks, keys)
+        else:
+            index[blocks] = key_bounds(keys)
 
     def read(self, call: LayerCall, rows: ReachRows, table: torch.Tensor) -> None:
         """Choose what rows read in one layer, bring it to the device, and write it into the table."""
@@ -322,6 +328,9 @@ class Reach(Source):
             for leads in {True, self._config.leaders == 1}:
                 self._reach(call, ReachRows._make((*padding, table, self._pool, most, 0, 1)), table, leads, sinks)
         copy_blocks(self._host_pages(call), call.kv_cache, padding[0], padding[0])
+        self.fill(
+            call, torch.zeros(2, dtype=torch.int64, device=self._device)
+        )  # of the null block, which is never read
 
     def _variants(self, call: LayerCall) -> list[tuple[int, torch.Tensor | None]]:
         """Return the queries of a row for which kernels are compiled apart, and the sinks that they have."""
@@ -374,7 +383,8 @@ class Reach(Source):
         padded = np.zeros((len(known), aligned(len(rows))), np.int32)
         padded[:, : len(rows)] = known
         made = to_device(padded, self._device)[:, : len(rows)].unbind()
-        return ReachRows._make((*made, written, self._pool, int(known[1].max()), 0, 1)), unread.astype(np.int32)
+        most = int(known[1].max()) if known[-1].any() else 0
+        return ReachRows._make((*made, written, self._pool, most, 0, 1)), unread.astype(np.int32)
 
     def _choices(self, batch: StepBatch, rows: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the first fields of `ReachRows` of rows that decode, [fields, R], and tokens that they leave out.
@@ -431,7 +441,7 @@ class ReachInPlace(StepSource):
         if call.stored and not again:
             self.fill(call)
         if self._rows is not None and self._reach.reads(call.place):
-            rows = self._rows._replace(chooses=torch.zeros_like(self._rows.chooses)) if again else self._rows
+            rows = self._rows._replace(chooses=torch.zeros_like(self._rows.chooses), most=0) if again else self._rows
             self._reach.read(call, rows, self._table)
             call.rewritten()
         return super().table(call)

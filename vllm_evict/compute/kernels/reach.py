@@ -36,7 +36,7 @@ class ReachRows(NamedTuple):
         chooses: whether it chooses; 0: it reads what it has chosen last, and has started no block since.
         written: int32 [R', W], of each logical block its block of the pool.
         pool: place in the index of the first host block.
-        most: the largest of `query_counts`, or more.
+        most: the largest of `query_counts`, or more; 0: no row chooses.
         many: rows, the first ones, that have so many; 0: all of them.
         few: the largest of the other rows, or more.
     """

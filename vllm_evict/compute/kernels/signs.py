@@ -39,6 +39,22 @@ def key_signs(keys: torch.Tensor) -> torch.Tensor:
     return torch.cat((centre.view(torch.int16), scales.view(torch.int16), words.flatten(2)), -1)
 
 
+def store_signs(index: torch.Tensor, blocks: torch.Tensor, keys: torch.Tensor) -> None:
+    """Write the signs of the keys of full blocks into an index.
+
+    Args:
+        index: int16 [blocks, Hkv, X] (see `key_signs`).
+        blocks: int64 [n], their places in the index.
+        keys: [n, Hkv, block_size, D], a multiple of 16 tokens.
+    """
+    if index.device.type != "cpu":
+        from ...triton_kernels.reach_signs import store_signs as on_device
+
+        on_device(index, blocks, keys)
+    else:
+        index[blocks] = key_signs(keys)
+
+
 def tokens_of(signs: torch.Tensor, dims: int) -> int:
     """Return the tokens of a block, from signs [n, Hkv, X] of keys of `dims` dimensions."""
     return (signs.shape[2] - dims) * WORD // (dims + WORD)
