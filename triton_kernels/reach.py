@@ -3,6 +3,8 @@
 Grids follow from shapes alone, and lengths are read on the device: nothing waits for it.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -76,7 +78,8 @@ def reach(
         places = picks = taken = held
         if rows.most:
             places, keys = new((count, width), dtype=torch.int32), new((count, width), dtype=torch.float32)
-            some = rows._replace(**dict(zip(rows._fields, known)))
+            many = min(max(rows.many - first, 0), count) if rows.many else count
+            some = rows._replace(**dict(zip(rows._fields, known)), many=many)
             _score(some, query, index, numbers, held, scores, keys, places, scale, soft_cap, own, leads)
             order = keys.sort(descending=True, stable=True).indices
             picks, fresh = (new((count, most), dtype=torch.int32) for _ in range(2))
@@ -116,47 +119,61 @@ def _score(
     """Write what the choice of each row is made of.
 
     Args:
+        rows: of which the first `many` have up to `most` queries, and the others up to `few`.
         keys: float32 [R, W], scores of candidates; of other blocks -inf.
         places: int32 [R, W], the place of each full block in the room; -1: it has none.
         sinks: [T, H].
     """
     tokens, asked, full, _, starts, ends, _, rooms, slots, out_rows, chooses = rows[:OF_ROWS]
-    (count, width), queries, most = keys.shape, rows.most, held.shape[1]
+    (count, width), most = keys.shape, held.shape[1]
     heads, kv_heads, dims = query.shape[1], index.shape[1], query.shape[2]
     signed, group = index.dtype == torch.int16, heads // kv_heads
-    least = TILE_QUERIES if signed and dims <= TILE_DIMS else queries + 1  # queries of a tile
-    boxed = MANY // 2 if queries >= TILE_QUERIES else MIN_ROWS
+    has_sinks, of_token = (False, 0) if sinks is None else (True, sinks.stride(0))
+    for begin, end, queries in (0, rows.many, rows.most), (rows.many, count, rows.few):
+        least, kernels = _scoring(signed, dims, queries)
+        at_once = max(SCRATCH // (4 * heads * width * queries), 1) if leads else count
+        for first in range(begin, end, at_once):
+            its = min(at_once, end - first)
+            logs = query.new_empty((its * queries if leads else 0, heads, width), dtype=torch.float32)
+            lse = query.new_empty((its * queries, heads), dtype=torch.float32)
+            scored = slots, chooses, full, asked, first, queries
+            for kernel, tiles, queried, items, own_blocks, dim, warps in kernels if leads else ():
+                parts = triton.cdiv(queried * group, items)
+                programs = max(min(triton.cdiv(width, own_blocks), SCORING // (its * parts * kv_heads)), 1)
+                kernel[(its * parts, kv_heads, programs)](
+                    query, index, numbers, rows.written, logs, *scored, parts, least, tokens, out_rows, scale * LOG2_E,
+                    *query.stride()[:2], rows.written.stride(0), rows.pool, width, heads, kv_heads,
+                    GROUP=group, HEAD_DIM=dims, WORDS=index.shape[2],
+                    TOKENS=tokens_of(index, dims) if signed else 16,
+                    SOFT_CAP=soft_cap * LOG2_E, TILES=tiles, ROWS=items, BLOCKS=own_blocks, DIM=dim,
+                    num_warps=warps, num_stages=2 if signed else 3,
+                )  # fmt: skip
+            if leads:
+                _sums[(its * queries, heads)](
+                    logs, lse, lse if sinks is None else sinks, *scored, tokens, of_token, width, heads,
+                    HAS_SINKS=has_sinks, CHUNK=4 * CHUNK, num_warps=4,
+                )  # fmt: skip
+            _shares[(its, triton.cdiv(width, PLACES))](
+                logs, lse, scores, keys, places, held, *scored, starts, ends, rooms, width, heads, most,
+                LEADS=leads, HEADS=MIN_ROWS, BLOCKS=PLACES, PLACES=PLACES, num_warps=4,
+            )  # fmt: skip
+
+
+def _scoring(signed: bool, dims: int, queries: int) -> tuple[int, list[tuple[Any, bool, int, int, int, int, int]]]:
+    """Return the least queries of a tile, and the kernels that score rows of up to `queries`.
+
+    Each has whether its rows are tiles, their most queries, and what a program has at once: queries and heads, blocks,
+    dimensions; warps.
+    """
+    if not signed:
+        items = MANY // 2 if queries >= TILE_QUERIES else MIN_ROWS
+        return queries + 1, [(box_logits, False, queries, items, BOXES, DIM, 4)]
+    least = TILE_QUERIES if dims <= TILE_DIMS else queries + 1
     dim = min(max(triton.next_power_of_2(dims), MIN_ROWS), 2 * DIM)
-    few = (sign_logits, MIN_ROWS, SIGNED, dim, 4) if signed else (box_logits, boxed, BOXES, DIM, 4)
-    kernels = [(few[0], False, min(queries, least - 1), *few[1:])]
+    kernels = [(sign_logits, False, min(queries, least - 1), MIN_ROWS, SIGNED, dim, 4)]
     if queries >= least:
         kernels.append((sign_logits, True, queries, MANY, TILED, dim, 4 if dims <= 2 * DIM else 8))
-    at_once = max(SCRATCH // (4 * heads * width * queries), 1) if leads else count
-    for first in range(0, count, at_once):
-        its = min(at_once, count - first)
-        logs = query.new_empty((its * queries if leads else 0, heads, width), dtype=torch.float32)
-        lse = query.new_empty((its * queries, heads), dtype=torch.float32)
-        scored = slots, chooses, full, asked, first, queries
-        for kernel, tiles, queried, items, own_blocks, dim, warps in kernels if leads else ():
-            parts = triton.cdiv(queried * group, items)
-            programs = max(min(triton.cdiv(width, own_blocks), SCORING // (its * parts * kv_heads)), 1)
-            kernel[(its * parts, kv_heads, programs)](
-                query, index, numbers, rows.written, logs, *scored, parts, least, tokens, out_rows, scale * LOG2_E,
-                *query.stride()[:2], rows.written.stride(0), rows.pool, width, heads, kv_heads,
-                GROUP=group, HEAD_DIM=dims, WORDS=index.shape[2],
-                TOKENS=tokens_of(index, dims) if signed else 16,
-                SOFT_CAP=soft_cap * LOG2_E, TILES=tiles, ROWS=items, BLOCKS=own_blocks, DIM=dim,
-                num_warps=warps, num_stages=2 if signed else 3,
-            )  # fmt: skip
-        if leads:
-            _sums[(its * queries, heads)](
-                logs, lse, lse if sinks is None else sinks, *scored, tokens, 0 if sinks is None else sinks.stride(0),
-                width, heads, HAS_SINKS=sinks is not None, CHUNK=4 * CHUNK, num_warps=4,
-            )  # fmt: skip
-        _shares[(its, triton.cdiv(width, PLACES))](
-            logs, lse, scores, keys, places, held, *scored, starts, ends, rooms, width, heads, most,
-            LEADS=leads, HEADS=MIN_ROWS, BLOCKS=PLACES, PLACES=PLACES, num_warps=4,
-        )  # fmt: skip
+    return least, kernels
 
 
 def copy_blocks(target: torch.Tensor, source: torch.Tensor, to: torch.Tensor, of: torch.Tensor) -> None:

@@ -19,8 +19,8 @@ mixed      requests under full beside requests that lose blocks, on the same cac
 pressure   h2o, `when: pressure`, in a pool for half of the requests: all end, none is preempted.
 host       blocks over a quarter of the prompt go to the host, and decodes read a quarter: all needles are found, and in
            a second pass, whose prefixes are hits. "host, pressure" is the same in a pool for half of the requests.
-read       nothing is evicted, and decodes read a quarter: all needles are found.
-host, oracle; read, oracle
+read       nothing is evicted, and decodes read a quarter: all needles are found. "prompts": prompts read a half, too.
+host, oracle; read, oracle; prompts, oracle
            one request: log-probabilities against a dense Llama whose layers choose blocks for themselves.
 drafts     h2o with drafts by n-grams. fp8: h2o over a cache in fp8.
 windows, latents, states
@@ -72,6 +72,7 @@ TOKENS = 1024 + 8 + 57
 HEADS = str(ROOT / "configs" / "heads" / "needle")
 KEPT = {"budget": 256, "buffer": 0, "sink": 32, "recent": 64}
 HOST = {"name": "full", "evict": "host", "host": "64MiB", **KEPT}
+READING = {"name": "full", "read": 256, "sink": 32, "recent": 64}
 #: Of one request, whose layers choose anew with each token.
 CHOSEN = {"name": "full", "sink": 32, "recent": 32, "read": 128, "hold": 1}
 H2O = {"name": "h2o", "accumulate": "last", "window": 16, **KEPT}
@@ -156,7 +157,7 @@ CASES = [
         POISON,
     ),
     Case("host", "reaches", HOST, EVERY, environment=POISON),
-    Case("read", "reaches", {"name": "full", "read": 256, "sink": 32, "recent": 64}, EVERY, environment=POISON),
+    Case("read", "reaches", READING, EVERY, environment=POISON),
     Case(
         "host, oracle",
         "chooses",
@@ -166,6 +167,8 @@ CASES = [
         POISON,
     ),
     Case("read, oracle", "chooses", CHOSEN, CLOSER, ONE, POISON),
+    Case("prompts", "reaches", {**READING, "read_prompts": 512}, EVERY, environment=POISON),
+    Case("prompts, oracle", "chooses", CHOSEN | {"read_prompts": 288}, CLOSER, ONE, POISON),
     Case(
         "host, pressure",
         "reaches",
@@ -254,6 +257,8 @@ def unserved(case: Case) -> str:
 
     if case.name == "duo" and case.backend in WHOLE_LAYERS:
         return f"policies that split heads are not for {case.backend}"
+    if "read_prompts" in (case.policy or {}) and case.backend in WHOLE_LAYERS:
+        return f"prompts that read less are not for {case.backend}"
     if case.check in ("oracle", "chooses", "masked", "kernels") and not (ROOT / "tests/harness/oracle").is_dir():
         return "there is no tests/ here"
     if case.name == "latents" and case.backend == "CPU_ATTN":

@@ -369,9 +369,10 @@ def chooses(checked: Checked) -> dict[str, Any]:
     (output,) = checked.ask()
     tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
     counts, *_ = steps.of_request(len(tokens) - 1)
-    fields = {key: checked.spec["policy"][key] for key in ("read", "sink", "recent", "hold")}
+    policy = checked.spec["policy"]
+    fields = {key: policy[key] for key in ("read", "sink", "recent", "hold", "read_prompts") if key in policy}
     dense = DenseLlama(MODEL)
-    chooser, logits = Chooser(dense, **fields), {}
+    chooser, logits = Chooser(dense, **fields, tables=checked.spec["backend"] == "CPU_ATTN"), {}
     for all_of in (False, True):
         cache, end, found = dense.new_cache(), 0, []
         for count in counts:

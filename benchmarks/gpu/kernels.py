@@ -15,7 +15,9 @@ with cp.async. fp8: the same over caches in fp8, with queries in bfloat16. laten
 backend's kernel. chunk: `query_lse` and `mass_from_lse` for 2,048 queries, in TFLOP/s, because compute bounds them.
 classes: `decode_classes` of half the KV heads with all tokens and half with 384, and `decode_mass` of each in turn.
 reach: what a layer of a decode does that reads an eighth of its blocks by signs of keys: choose, and attend to these;
-beside the attention to all. fetch: blocks that a layer copies from pinned host memory, and back, beside copies by CUDA.
+beside the attention to all. tiles: the choices of a layer for a chunk of 2,048 queries in tiles of 32, by signs and by
+boxes, in TFLOP/s of the products of queries and keys, which `query_lse` computes. fetch: blocks that a layer copies
+from pinned host memory, and back, beside copies by CUDA.
 compact: a request of 8 to 32 layers whose heads keep half of its tokens each, in one launch and through scratch.
 
 Without a GPU it prints a line and exits with status 0. --dry-run measures nothing: each variant runs once, on tiny
@@ -309,7 +311,7 @@ def choices(case: Case) -> dict[str, Variant]:
         known[number] = value
     for number in (0, 8, 9):  # the query, slot and row of each request
         known[number] = case.ints(known.shape[1])
-    rows = ReachRows._make((*known[:, :count].unbind(), case.table, count * width, 1))
+    rows = ReachRows(*known[:, :count].unbind(), case.table, count * width)
     nothing = [torch.full((count, width), -1, dtype=torch.int32, device=case.device) for _ in range(4)]
     state = *nothing, case.zeros(count, width), case.zeros(count, 3).int()
     table, lens = torch.zeros_like(case.table), torch.full_like(case.lens, read * case.block_size)
@@ -337,6 +339,37 @@ def choices(case: Case) -> dict[str, Variant]:
             [partial(both, *pair, each) for pair, each in zip(pairs, its)], of_index + moved * read // width
         ),
     }
+
+
+def tiles(case: Case, queries: int) -> dict[str, Variant]:
+    """Choose an eighth of the blocks for each 32 queries of a chunk, beside the products of queries and keys alone."""
+    from vllm_evict.compute.kernels.bounds import key_bounds
+    from vllm_evict.compute.kernels.reach import OF_ROWS, ReachRows
+    from vllm_evict.compute.kernels.signs import key_signs
+    from vllm_evict.config.sizes import TILE
+    from vllm_evict.triton_kernels.reach import reach
+
+    size, count = min(TILE, queries), max(queries // TILE, 1)
+    query, read = case.random(queries, case.heads, case.dim), max(case.width // 8, 4)
+    known = torch.zeros((OF_ROWS, -(-count // 4) * 4), dtype=torch.int32, device=case.device)
+    numbers = case.ints(known.shape[1])
+    full = (case.tokens - queries + size * numbers) // case.block_size
+    each = size * numbers, size, full, full + -(-size // case.block_size), 1, full, read - 2, 0, numbers, numbers, 1
+    for number, value in enumerate(each):
+        known[number] = value
+    written = case.table[:1].expand(count, -1).contiguous()
+    rows = ReachRows(*known[:, :count].unbind(), written, case.width, size)
+    nothing = [torch.full((count, case.width), -1, dtype=torch.int32, device=case.device) for _ in range(4)]
+    state, table = (*nothing, case.zeros(count, case.width), case.zeros(count, 3).int()), torch.zeros_like(written)
+    keys = case.random(case.width, case.kv_heads, case.block_size, case.dim)
+
+    def choose(index):
+        cache = case.caches[0]
+        reach(rows, query, index, *state, cache, cache[:0].contiguous(), table, case.scale, step=1)
+
+    of_keys = {"by signs": key_signs(keys), "by boxes": key_bounds(keys)}
+    made = {name: Variant([partial(choose, index)], index.nbytes) for name, index in of_keys.items()}
+    return {"query_lse": chunk(case, queries)["query_lse"]} | made
 
 
 def fetches(case: Case) -> dict[str, Variant]:
@@ -467,6 +500,10 @@ def of_chunk(times: Times, work: float) -> str:
     )
 
 
+def of_tiles(times: Times, work: float) -> str:
+    return ", ".join(f"{name} {times.per_second(name, work) / 1e12:.0f} TFLOP/s" for name in times.variants)
+
+
 def of_classes(times: Times) -> str:
     return f"together {times.bandwidth('together')}, {times.times('together', 'in turn'):.0%} of the time in turn"
 
@@ -494,6 +531,7 @@ KINDS: dict[str, tuple[list[tuple[int, ...]], Callable[..., str]]] = {
     "chunk": (CHUNKS, of_chunk),
     "classes": (CLASSES, of_classes),
     "reach": (CLASSES, of_choices),
+    "tiles": (CHUNKS, of_tiles),
     "fetch": (CLASSES[1:2], of_fetches),
     "compact": (CHUNKS, of_moves),
 }
@@ -517,6 +555,7 @@ def cases(tokens: list[int], device: str, tiny: bool, kinds: Collection[str] = K
         "chunk": lambda *its: chunk(of(*its), queries),
         "classes": in_halves,
         "reach": lambda *its: choices(of(*its)),
+        "tiles": lambda *its: tiles(of(*its), queries),
         "fetch": lambda *its: fetches(of(*its)),
         "compact": lambda shape, length: moves(of((1, *shape[1:]), length), *layers),
     }
@@ -526,7 +565,7 @@ def cases(tokens: list[int], device: str, tiny: bool, kinds: Collection[str] = K
         for shape, length in itertools.product(
             (TINY_LATENTS if kind == "latents" else TINY) if tiny else shapes, tokens
         ):
-            if kind != "chunk":
+            if kind not in ("chunk", "tiles"):
                 yield kind, shape, length, made[kind](shape, length), said
             elif length >= queries:
                 work = 2 * shape[1] * shape[3] * queries * (length - (queries - 1) / 2)

@@ -424,5 +424,5 @@ def test_what_the_benchmark_times_runs(capsys):
     module.main(["--dry-run"])
     ran = [line.split(" ")[0] for line in capsys.readouterr().out.splitlines()]
     counts = {"decode": 7, "fp8": 7, "latents": 3, "chunk": 4, "classes": 3, "compact": 3}
-    counts |= {"reach": 4, "fetch": 5}
+    counts |= {"reach": 4, "tiles": 3, "fetch": 5}
     assert {kind: ran.count(kind) for kind in ran} == counts

@@ -31,7 +31,7 @@ TILES = [
 
 def on_device(rows, index, numbers, state, host):
     """All of it on the device, but for the host's pages, which are pinned there."""
-    rows = ReachRows._make((*(each.to(DEVICE) for each in rows[:-2]), *rows[-2:]))
+    rows = ReachRows(*(each.to(DEVICE) for each in rows[:12]), *rows[12:])
     host = host if DEVICE == "cpu" else host.pin_memory()
     return rows, index.to(DEVICE), numbers.to(DEVICE), [each.to(DEVICE, copy=True) for each in state], host
 
@@ -46,7 +46,7 @@ def test_the_kernels_do_what_plain_torch_does(dtype, of_keys, soft_cap, sinks, m
     padding = (0, 1, 0, 0, 0, 0, 0, 0, -1, 0, 1)
     padded = [torch.cat((each, torch.tensor([value]).int())) for each, value in zip(known[0], padding)]
     rows, index, numbers, state, host = known
-    there = on_device(ReachRows._make((*padded, *rows[11:])), index, numbers, state, host)
+    there = on_device(ReachRows(*padded, *rows[11:]), index, numbers, state, host)
     own, generator = there[3], torch.Generator().manual_seed(1)
     for step in range(7):
         query = torch.randn(7, HEADS, DIM, generator=generator).to(dtype)
@@ -66,14 +66,14 @@ def test_the_kernels_do_what_plain_torch_does(dtype, of_keys, soft_cap, sinks, m
 
 @pytest.mark.parametrize("of_keys, size, dim, dtype, sinks, soft_cap", TILES)
 def test_tiles_score_what_plain_torch_scores(of_keys, size, dim, dtype, sinks, soft_cap, monkeypatch):
-    """Rows of many queries, and of few beside them; three rows at a time."""
+    """Rows of many queries, three at a time, and of few after them."""
     from vllm_evict.triton_kernels import reach as module
 
     monkeypatch.setattr(module, "SCRATCH", 4 * HEADS * 40 * 33 * 3)
-    generator, counts = torch.Generator().manual_seed(0), torch.tensor([32, 16, 3, 33, 1], dtype=torch.int32)
+    generator, counts = torch.Generator().manual_seed(0), torch.tensor([32, 5, 16, 33, 2], dtype=torch.int32)
     rows, _, numbers, state, host = made(dtype)
     starts = (counts.cumsum(0) - counts).int()
-    rows = rows._replace(queries=starts, query_counts=counts, blocks=rows.full + 1, most=33)
+    rows = rows._replace(queries=starts, query_counts=counts, blocks=rows.full + 1, most=33, many=4, few=2)
     index = of_keys(torch.randn(POOL + 1 + HOST, KV_HEADS, size, dim, generator=generator).to(dtype))
     query = torch.randn(int(counts.sum()), HEADS + 1, dim, generator=generator).to(dtype)[:, 1:]
     query[7] = 0

@@ -326,7 +326,7 @@ class Reach(Source):
         call = replace(call, kv_cache=self._store.pages()[call.place])
         for most, sinks in self._variants(call):
             for leads in {True, self._config.leaders == 1}:
-                self._reach(call, ReachRows._make((*padding, table, self._pool, most)), table, leads, sinks)
+                self._reach(call, ReachRows._make((*padding, table, self._pool, most, 0, 1)), table, leads, sinks)
         copy_blocks(self._host_pages(call), call.kv_cache, padding[0], padding[0])
         self.fill(
             call, torch.zeros(2, dtype=torch.int64, device=self._device)
@@ -384,7 +384,7 @@ class Reach(Source):
         padded[:, : len(rows)] = known
         made = to_device(padded, self._device)[:, : len(rows)].unbind()
         most = int(known[1].max()) if known[-1].any() else 0
-        return ReachRows._make((*made, written, self._pool, most)), unread.astype(np.int32)
+        return ReachRows._make((*made, written, self._pool, most, 0, 1)), unread.astype(np.int32)
 
     def _choices(self, batch: StepBatch, rows: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the first fields of `ReachRows` of rows that decode, [fields, R], and tokens that they leave out.

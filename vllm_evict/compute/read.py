@@ -102,7 +102,13 @@ class Read(Reach):
                     self._forget(other)
             self._of[req_id] = self._new(self._room_of)
             self._steps_of[self._of[req_id].slot] = 0
-        return super().rows(batch, rows, table)
+        decodes = batch.chunks[rows] == 1
+        if decodes.all() or not decodes.any():
+            return super().rows(batch, rows, table)
+        order = np.argsort(decodes, kind="stable")  # tiles first: kernels have scratch for their queries alone
+        made, unread = super().rows(batch, rows[order], table)
+        made = made._replace(many=int((~decodes).sum()), few=int(batch.queries[rows[decodes]].max()))
+        return made, unread[np.argsort(order)]
 
     def _choices(self, batch: StepBatch, rows: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """See `Reach._choices`. Rows of prompts are tiles."""

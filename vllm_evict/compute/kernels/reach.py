@@ -21,7 +21,7 @@ OF_ROWS: Final = 11
 class ReachRows(NamedTuple):
     """Rows of a step that read blocks of the host, the same for all layers.
 
-    All but `written`, `pool` and `most` are int32 [R], contiguous.
+    All but `written`, `pool`, `most`, `many` and `few` are int32 [R], contiguous.
 
     Attributes:
         queries: token of each row's first query.
@@ -37,6 +37,8 @@ class ReachRows(NamedTuple):
         written: int32 [R', W], of each logical block its block of the pool.
         pool: place in the index of the first host block.
         most: the largest of `query_counts`, or more; 0: no row chooses.
+        many: rows, the first ones, that have so many; 0: all of them.
+        few: the largest of the other rows, or more.
     """
 
     queries: torch.Tensor
@@ -53,6 +55,8 @@ class ReachRows(NamedTuple):
     written: torch.Tensor
     pool: int
     most: int = 1
+    many: int = 0
+    few: int = 1
 
 
 def reach(
