@@ -25,8 +25,9 @@ unless --cudagraph-mode sets one mode for all. A row is an error if a policy tha
 those that torch reports. For reports, which come with a step's output, a step waits on an event, as vLLM does for its
 own output.
 
-Time, estimated and not measured: the first engine of a machine takes some 75 s to start (imports, torch.compile, graph
-capture), later ones some 35 s. With that the minutes of a row, and of each further round, are:
+Time, estimated: the first engine of a machine takes some 75 s to start (imports, torch.compile, graph capture), later
+ones some 35 s. Two that start at once, with OMP_NUM_THREADS=2 on 16 cores, were not ready after 100 s. The minutes of a
+row, and of each further round, are:
 
     armed 3.5 and 0.6    paper 5.5 and 4    pressure 5 and 1.7    latency 6 and 6    step 2 and 0.3
 

@@ -328,9 +328,8 @@ class Reach(Source):
             for leads in {True, self._config.leaders == 1}:
                 self._reach(call, ReachRows._make((*padding, table, self._pool, most, 0, 1)), table, leads, sinks)
         copy_blocks(self._host_pages(call), call.kv_cache, padding[0], padding[0])
-        self.fill(
-            call, torch.zeros(2, dtype=torch.int64, device=self._device)
-        )  # of the null block, which is never read
+        null = torch.zeros(2, dtype=torch.int64, device=self._device)  # layers never read the index of this block
+        self.fill(call, null)
 
     def _variants(self, call: LayerCall) -> list[tuple[int, torch.Tensor | None]]:
         """Return the queries of a row for which kernels are compiled apart, and the sinks that they have."""
