@@ -414,7 +414,7 @@ def _name(
     if slot >= 0:
         out_row = tl.load(out_rows + row).to(tl.int64)
         start, end, wanted = tl.load(starts + row), tl.load(ends + row), tl.load(chosen + row)
-        new = tl.load(chooses + row) != 0
+        new = tl.load(chooses + row + tl.zeros([CHUNK], tl.int64)) != 0  # as many as places: masks have one shape
         written += out_row * stride_w
         came = tl.load(taken + row * most + at, mask=(at < most) & new, other=-1)
         tl.store(held + slot * most + at, came, mask=came >= 0)
