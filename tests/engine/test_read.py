@@ -99,16 +99,17 @@ def test_answers_are_those_of_a_dense_model_that_chooses_for_itself(engine, deep
 OF_PROMPTS = {"decodes": 0, "prompts": 256}
 
 
-def check_classes(engine, dense, size=BLOCK, atol=2e-3, read_prompts=0, tables=True, **options):
+def check_classes(engine, dense, size=BLOCK, atol=2e-3, read_prompts=0, tables=True, seed=0, **options):
     """Layers of a class of models choose like dense ones, beside a request that is shorter.
 
-    `size`: tokens of a block; `read_prompts`: of the policy; `tables`: see `Chooser`; `options`: of the engine.
+    `size`: tokens of a block; `read_prompts`: of the policy; `tables`: see `Chooser`; `seed`: of the first prompt;
+    `options`: of the engine.
     """
     policy = {**READ, "read": 160, "hold": 3, "leaders": 2, "read_prompts": read_prompts}
     options = {"max_num_batched_tokens": 192, **options}
     server = engine({"name": "full", **policy}, block_size=size, **options)
-    chosen = 0
-    for answered in server.answered(random_requests((420, 30), (140, 40))):
+    chosen, (first, second) = 0, random_requests((420, 30), (140, 40))
+    for answered in server.answered([(random_prompt(420, seed), first[1]), second]):
         chosen += assert_reads_like_dense(None, *answered, dense=dense, atol=atol, size=size, tables=tables, **policy)
     assert chosen > 15
     assert_nothing_left(server)

