@@ -126,7 +126,8 @@ def test_nor_for_prompts_that_read_less(server, backend, index):
         subject = server(policy, **WARM, dtype="float16" if backend else "float32")
     with later.noted():
         subject.generate([random_prompt(170), random_prompt(18, 1)], max_tokens=3)
-    assert ("sign_logits" in {name for name, _ in later.seen}) == (index == "signs")
+    scored = [name for name, _ in later.seen if name == "sign_logits"]  # by tiles, and by decodes
+    assert len(scored) >= 2 if index == "signs" else not scored
     check(later, start)
 
 
