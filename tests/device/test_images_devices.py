@@ -7,6 +7,8 @@ from oracle.images import IMAGE, START, DenseImages, make_tiny
 from parity import assert_like_oracle
 from test_device_backends import BASE, BLOCK, on
 from test_images import WORDS, image
+from test_reach import REACH, assert_nothing_left, assert_reaches_like_dense
+from test_read import READ, assert_reads_like_dense
 
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"), pytest.mark.on_triton]
 backend, server = test_device_backends.backend, test_device_backends.server
@@ -45,3 +47,31 @@ def test_evictions_and_logprobs_match_transformers(server, model):
         of_images = {token // BLOCK for token, word in enumerate(output.prompt_token_ids) if word == IMAGE}
         assert name == "full" or of_images.intersection(*[set().union(*trace.evicted)])
     subject.assert_nothing_left()
+
+
+@pytest.mark.oracle("images")
+@pytest.mark.both_runners("host")
+@pytest.mark.parametrize("where", ["host", "read"])
+@pytest.mark.parametrize("backend", [on("triton")], indirect=True)
+def test_layers_that_choose_blocks_choose_those_of_images(server, tmp_path, poisoned, where):
+    """The second image attends to itself in a chunk for which the first one comes back from the host."""
+    kinds = ["full_attention", "sliding_attention"] * 2
+    model = make_tiny(tmp_path / "model", "gemma3", layer_types=kinds, num_hidden_layers=4)
+    policy = {"host": {**REACH, "read": 160, "hold": 3}, "read": {"name": "full", **READ, "read": 160, "hold": 3}}[
+        where
+    ]
+    options = OPTIONS | {"blocks": 64, "block_size": 32, "max_num_batched_tokens": 160, "max_model_len": 640}
+    subject = server(policy, model=model, **options)
+    dense, images, chosen = DenseImages(model, "gemma3", together=True), [image(1), image(2)], 0
+    shown = asked(280, 1, images), asked(40, 2, images[:1])
+    requests = [(prompt, {"max_tokens": 8, **WORDS}) for prompt in shown]
+    like = {"host": assert_reaches_like_dense, "read": assert_reads_like_dense}[where]
+    given = {"read": 160, "hold": 3} if where == "host" else {**READ, "read": 160, "hold": 3}
+    for (prompt, _), output, trace in zip(requests, *subject.traced(requests)):
+        dense.see(output.prompt_token_ids, prompt["multi_modal_data"]["image"])
+        chosen += like(None, output.prompt_token_ids, output, trace, dense=dense, **given)
+    assert chosen > 4
+    if where == "host":
+        assert_nothing_left(subject)
+    else:
+        subject.assert_nothing_left()

@@ -247,7 +247,8 @@ class LayeredDrafter(Drafter):
         setattr(drafter.model, name, finite)
         group = server.worker.kv_evict.groups[0]
         for builder in drafting_builders(self.runner):
-            see_views(builder, lambda: dict(group.source.hidden(group.batch.req_ids)))
+            slides = getattr(builder.kv_cache_spec, "sliding_window", None) is not None  # in a KV group of its own
+            see_views(builder, lambda slides=slides: {} if slides else dict(group.source.hidden(group.batch.req_ids)))
 
     def propose(self, **given):
         last = given["token_indices_to_sample"]

@@ -86,14 +86,14 @@ SERVERS = {
     "MSA": (text(sparse_attention_config={}), ALL),
     "unlike keys and values": (
         UNLIKE,
-        "split tokens kvzip context host read layers prompts scored",
+        "split tokens kvzip context layers prompts scored",
     ),
     "no attention": ({"model_config__is_attention_free": True}, ALL),
     "windows in all layers": ({**WINDOWS, "cache_config__sliding_window": 64}, ALL),
     "encoder-decoder": ({"model_config__is_encoder_decoder": True}, ALL),
     "prefix-LM": (
         {"model_config__is_mm_prefix_lm": True},
-        "split tokens kvzip context host read layers prompts scored",
+        "split tokens kvzip context layers prompts scored",
     ),
     "diffusion": ({"model_config__is_diffusion": True}, ALL),
     "chunks": (CHUNKS, "split tokens kvzip context audit layers"),
@@ -171,7 +171,7 @@ SERVERS = {
     "EAGLE beside unlike keys and values": ({**drafts("eagle"), **UNLIKE}, ALL),
     "MTP beside unlike keys and values": (
         {**drafts("mtp"), **UNLIKE},
-        "split tokens kvzip context host read layers prompts scored mean audit",
+        "split tokens kvzip context layers prompts scored mean audit",
     ),
     "DSpark on V1": (drafts("dspark", parallel=True), ALL),
     "DSpark": (

@@ -29,7 +29,7 @@ def test_an_image_moves_by_the_holes_before_it_and_past_images_are_left_out():
         computed = tokens - queries
         holes = {block for block in range(computed // SIZE) if random.random() < 0.4}
         before = metadata({0: [image], 1: [], 2: [(3, 9)]}, [(tokens, queries), (40, 1), (20, 20)])
-        after = with_ranges(before, [holes, set(), set()], SIZE)
+        after = with_ranges(before, [holes or None, None, None].__getitem__, SIZE)
         assert before.mm_req_doc_ranges[0] == [image] and after.mm_req_doc_ranges[2] == [(3, 9)]
         resident = [token for token in range(tokens) if token // SIZE not in holes]
         within = {place for place, token in enumerate(resident) if image[0] <= token <= image[1]}
@@ -49,8 +49,13 @@ def test_an_image_moves_by_the_holes_before_it_and_past_images_are_left_out():
         assert ahead.tolist() == wanted
 
 
+def test_a_decode_that_chooses_what_it_reads_has_no_images():
+    before = metadata({0: [(3, 9)], 1: [(3, 9)]}, [(40, 1), (40, 1)])
+    assert with_ranges(before, [set(), None].__getitem__, SIZE).mm_req_doc_ranges == {0: [], 1: [(3, 9)]}
+
+
 def test_metadata_without_images_stay_as_they_are():
     for ranges in (None, {}, {0: []}):
         plain = metadata(ranges, [(20, 4)])
-        assert with_ranges(plain, [{0}], SIZE) is plain and seen_ahead(plain) is None
+        assert with_ranges(plain, [{0}].__getitem__, SIZE) is plain and seen_ahead(plain) is None
     assert seen_ahead(metadata({0: [(2, 9)]}, [(20, 4)])) is None

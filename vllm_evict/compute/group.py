@@ -1,6 +1,7 @@
 """State of one KV group on a worker: its holes, its view, and its parts (see `compose`)."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -203,7 +204,7 @@ class GroupRuntime:
                 table, lens = metadata.block_table_tensor, metadata.seq_lens
                 logical = self.identity.expand(len(lens), -1)
             self.source.complete(batch, table, lens)
-            metadata = self._with_ranges(metadata)
+            metadata = with_ranges(metadata, partial(self._unread, batch), self.block_size)
         else:
             table, lens = metadata.block_table_tensor, metadata.seq_lens[: len(batch.req_ids)]
             logical = self.identity.expand(len(batch.req_ids), -1)
@@ -252,11 +253,15 @@ class GroupRuntime:
             held[:live] -= self.holes.lacking(self.batch.req_ids)
             for row, blocks in hidden:
                 held[row] -= len(blocks) * self.block_size
-        return with_table(self._with_ranges(metadata), table, lens, held)
+        req_ids, rooms = self.batch.req_ids, dict(hidden)
+        metadata = with_ranges(
+            metadata, lambda row: {*self.holes.of(req_ids[row]), *rooms.get(row, ())} or None, self.block_size
+        )
+        return with_table(metadata, table, lens, held)
 
-    def _with_ranges(self, metadata: Any) -> Any:
-        """Return the batch's metadata with images where they lie in views."""
-        return with_ranges(metadata, [self.holes.of(req_id) for req_id in self.batch.req_ids], self.block_size)
+    def _unread(self, batch: StepBatch, row: int) -> Set[int] | None:
+        """Return the holes of a row that leaves blocks out, None for one that reads all (see `with_ranges`)."""
+        return self.holes.of(batch.req_ids[row]) if batch.resident_tokens[row] < batch.seq_lens[row] else None
 
     def unattended(self) -> list[str]:
         """Return the names of layers whose attention did not run in this step."""

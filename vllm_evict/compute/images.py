@@ -3,7 +3,7 @@
 vLLM's metadata name them in `mm_req_doc_ranges`: row of the batch -> first and last token of each image.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Set
 from copy import copy
 from typing import Any
 
@@ -13,15 +13,17 @@ import numpy as np
 Ranges = dict[int, list[tuple[int, int]]]
 
 
-def with_ranges(metadata: Any, holes: Sequence[Set[int]], block_size: int) -> Any:
+def with_ranges(metadata: Any, unread: Callable[[int], Set[int] | None], block_size: int) -> Any:
     """Return metadata whose images lie where they do in views; the metadata itself if no request has an image.
 
-    An image with a query in the step ends behind all holes, and it moves to the front by the holes before its first
-    token. In other images no query attends, so they are left out: they could be taken for tokens of the view.
+    An image with a query in the step ends behind all blocks that its row does not read, and it moves to the front by
+    those before its first token. In other images no query attends, so they are left out: they could be taken for tokens
+    of the view.
 
     Args:
-        metadata: vLLM's `CommonAttentionMetadata`, with holes.
-        holes: logical blocks, of each request in the order of rows.
+        metadata: vLLM's `CommonAttentionMetadata`, of all tokens.
+        unread: row of the batch -> logical blocks that it does not read; None: it reads all. Of a decode's row these
+            may be fewer than there are.
         block_size: tokens.
     """
     ranges: Ranges | None = getattr(metadata, "mm_req_doc_ranges", None)
@@ -30,12 +32,8 @@ def with_ranges(metadata: Any, holes: Sequence[Set[int]], block_size: int) -> An
     _, firsts, _ = _queries(metadata)
     metadata = copy(metadata)
     metadata.mm_req_doc_ranges = {
-        row: [
-            (first - _tokens_before(first, holes[row], block_size), last - len(holes[row]) * block_size)
-            for first, last in images
-            if last >= firsts[row]
-        ]
-        if holes[row]
+        row: [_moved(image, blocks, block_size) for image in images if image[1] >= firsts[row]]
+        if (blocks := unread(row)) is not None
         else images
         for row, images in ranges.items()
     }
@@ -62,9 +60,11 @@ def seen_ahead(metadata: Any) -> np.ndarray | None:
     return ahead if ahead.any() else None
 
 
-def _tokens_before(token: int, holes: Set[int], block_size: int) -> int:
-    """Return how many tokens before a logical one are in holes."""
-    return sum(min(max(token - block * block_size, 0), block_size) for block in holes)
+def _moved(image: tuple[int, int], unread: Set[int], block_size: int) -> tuple[int, int]:
+    """Return where an image lies in a row without these blocks."""
+    first, last = image
+    before = sum(min(max(first - block * block_size, 0), block_size) for block in unread)
+    return first - before, last - len(unread) * block_size
 
 
 def _queries(metadata: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -94,9 +94,13 @@ PREFIX_LM = {
 BFLOAT16 = ("qwen3_5",)
 
 
-def make_tiny(path: Path, kind: str) -> Path:
-    """Write a random model of a kind in `KINDS` or `PREFIX_LM`, with its processor, to a directory."""
+def make_tiny(path: Path, kind: str, **sizes) -> Path:
+    """Write a random model of a kind in `KINDS` or `PREFIX_LM`, with its processor, to a directory.
+
+    `sizes` take the place of others in the text configuration.
+    """
     text, vision, own = (KINDS | PREFIX_LM)[kind]
+    text = text | sizes
     config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, tie_word_embeddings=False, **own)
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -164,9 +168,9 @@ class DenseImages:
         kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
         self._layers = [layer for layer, its in enumerate(kinds) if its == "full_attention"]
         self.layers = len(self._layers)
-        self.full, self.dtype = list(range(self.layers)), torch.float32
+        self.full, self.dtype, self.head_dim = list(range(self.layers)), torch.float32, text.head_dim
         self._prompt, self._images = torch.zeros(0, dtype=torch.long), {}
-        self._mask, self._window, self._probs = None, None, {}
+        self._masks, self._window, self._probs = [], None, {}
 
     def see(self, prompt, images) -> None:
         """Set the prompt, with a token for each part of an image, and its images."""
@@ -175,43 +179,55 @@ class DenseImages:
         self._images.pop("num_soft_tokens_per_image", None)
 
     def new_cache(self):
-        return [torch.zeros(0, dtype=torch.long), torch.zeros(0, 0, dtype=torch.bool)]
+        """Tokens, and what their queries see in each layer: bool [1 or H, N, N]."""
+        return [torch.zeros(0, dtype=torch.long), [torch.zeros(1, 0, 0, dtype=torch.bool)] * self.layers]
 
     @torch.no_grad()
     def forward(self, ids, cache, mask, want_probs=False):
-        """As `DenseLlama.forward`, with one mask for all heads. The rest of the prompt, with its images, is computed
-        too, and seen by no token before it."""
+        """As `DenseLlama.forward`. The rest of the prompt, with its images, is computed too, and seen by no token
+        before it."""
         tokens, before = cache
-        tokens, first = torch.cat([tokens, torch.as_tensor(ids, dtype=torch.long)]), len(before)
-        seen = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
-        seen[:first, :first] = before
-        seen[first:] = mask
+        first = len(tokens)
+        tokens = torch.cat([tokens, torch.as_tensor(ids, dtype=torch.long)])
+        whole = torch.cat([tokens, self._prompt[len(tokens) :]])
         number = (tokens != IMAGE).long().cumsum(0)
         image = (tokens == IMAGE) & (tokens == IMAGE)[:, None] & (number == number[:, None]) & self._together
-        seen[first:] |= image[first:]
-        cache[:], self._seen = [tokens, seen], seen
-        whole = torch.cat([tokens, self._prompt[len(tokens) :]])
-        self._mask = torch.ones(len(whole), len(whole), dtype=torch.bool).tril()
-        self._mask[: len(tokens), : len(tokens)] = seen
         back = torch.arange(len(whole))[:, None] - torch.arange(len(whole))
         self._window = (back >= 0) & (back < PREFIX_WINDOW)
-        self._window[: len(tokens), : len(tokens)] |= seen.triu(1)
+        self._window[: len(tokens), : len(tokens)] |= image
+
+        def of_layer(place, queries, keys):
+            new = mask
+            if callable(mask):
+                new = mask(place, queries[first : len(tokens)], keys[: len(tokens)])
+            new = new.expand(-1 if new.dim() == 3 else 1, *new.shape[-2:]) | image[first:]
+            seen = torch.zeros(max(len(new), len(before[place])), len(tokens), len(tokens), dtype=torch.bool)
+            seen[:, :first, :first], seen[:, first:] = before[place], new
+            return seen
+
+        self._masks, self._of_layer = [None] * self.layers, of_layer
         ALL_ATTENTION_FUNCTIONS.register("masked-text", self._attend)
         typed = {"image_grid_thw", "image_position_ids"}.intersection(self._images)
         kinds = {"mm_token_type_ids": (whole == IMAGE).long()[None]} if typed else {}
         logits = self.model(whole[None], use_cache=False, **self._images, **kinds).logits[0, first : len(tokens)]
+        cache[:] = tokens, self._masks
         probs = torch.stack([self._probs[layer] for layer in self._layers])
         return logits, probs[:, :, first : len(tokens), : len(tokens)] if want_probs else None
 
     def seen_by(self, first):
         """What queries from the `first` on have seen: bool [Q, N]."""
-        return self._seen[first:]
+        return self._masks[0][0, first:]
 
     def _attend(self, module, query, key, value, attention_mask, scaling, **kwargs):
+        mask = self._window
+        if module.layer_idx in self._layers:
+            place = self._layers.index(module.layer_idx)
+            seen = self._masks[place] = self._of_layer(place, query[0].transpose(0, 1), key[0].transpose(0, 1))
+            mask = torch.ones_like(self._window).tril().repeat(len(seen), 1, 1)
+            mask[:, : seen.shape[1], : seen.shape[2]] = seen
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         scores = (query @ key.transpose(2, 3)) * scaling
-        mask = self._mask if module.layer_idx in self._layers else self._window
         self._probs[module.layer_idx] = scores.masked_fill(~mask, float("-inf")).softmax(-1)[0]
         probs = self._probs[module.layer_idx][None]
         return (probs @ value).transpose(1, 2).contiguous(), probs

@@ -111,7 +111,7 @@ DIFFKV = Environment(
     {
         SPLIT: "while the plugin's kernels decode values of the keys' dimensions",
         TOKENS: "of which no kernel of the plugin gathers tokens",
-        **dict.fromkeys((KVZIP, CONTEXT, HOST, READ), UNTRIED),
+        **dict.fromkeys((KVZIP, CONTEXT, READ_OF_LAYERS, READ_OF_SOME, PROMPTS), UNTRIED),
     },
 )
 STATES_ALONE = Environment(
@@ -128,7 +128,7 @@ ENCODER = Environment("encoder-decoder models", lambda server: server.model.is_e
 PREFIX_LM = Environment(
     "images whose tokens attend to each other",
     lambda server: server.model.is_mm_prefix_lm,
-    dict.fromkeys((SPLIT, TOKENS, KVZIP, CONTEXT, HOST, READ), UNTRIED),
+    dict.fromkeys((SPLIT, TOKENS, KVZIP, CONTEXT, READ_OF_LAYERS, READ_OF_SOME, PROMPTS), UNTRIED),
     "set --language-model-only, which serves text alone",
 )
 DIFFUSION = Environment("models with non-causal attention", lambda server: server.model.is_diffusion, {ANY: ""})
