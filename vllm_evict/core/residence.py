@@ -1,6 +1,7 @@
 """Where each block of a request is, in one KV group: in the pool, on the host, or gone."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -50,7 +51,7 @@ class Residence:
         known: number of blocks that have a state; later ones are new, and in the pool.
         pool: int64 [n], blocks in the pool below `known`, ascending.
         places: int64 [n], for each of `pool` the logical block at whose positions its keys are rotated: the block
-            itself, or a later one after a `KeyRotation`.
+            itself, or a later one after a `KeyRotation`. Before the first one it is the array of `pool`.
         host: block -> host block.
         arriving: what a request that waits will take from the host, and until workers hear of it; None: nothing.
     """
@@ -84,9 +85,15 @@ class Residence:
         blocks = math.ceil(tokens / self.block_size)
         if blocks > self.known:
             new = np.arange(self.known, blocks)
-            self.pool, self.places = np.concatenate((self.pool, new)), np.concatenate((self.places, new))
+            self._change(lambda those: np.concatenate((those, new)))
             self.known = blocks
         return blocks
+
+    def _change(self, function: Callable[[np.ndarray], np.ndarray]) -> None:
+        """Change `pool` and `places` alike."""
+        pool = function(self.pool)
+        self.places = pool if self.places is self.pool else function(self.places)
+        self.pool = pool
 
     def adopt(self, there: np.ndarray, blocks: int) -> None:
         """Start with a cached prefix of so many blocks, of which those in `there`, int64 [k], are in the pool."""
@@ -101,7 +108,7 @@ class Residence:
         """Take blocks out of the pool: int64 [k], ascending, all of them there."""
         stays = np.ones(len(self.pool), bool)
         stays[self.pool.searchsorted(blocks)] = False
-        self.pool, self.places = self.pool[stays], self.places[stays]
+        self._change(lambda those: those[stays])
 
     def reach(self, tokens: int) -> int:
         """Return the distance in tokens from the place of the first block in the pool to the newest token."""

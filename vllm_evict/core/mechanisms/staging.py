@@ -9,7 +9,7 @@ from ..actions import Applied, Unload
 from ..blocks import RequestBlocks
 from ..plan import EvictionPlan
 from ..reached import ReachedPool
-from .base import Mechanism, SchedulerView, verified
+from .base import Mechanism, SchedulerView
 
 
 class Staging(Mechanism):
@@ -48,12 +48,13 @@ class Staging(Mechanism):
         self._arriving.clear()
 
     def limit_tokens(self, request: Any, computed_tokens: int, new_tokens: int) -> int:
-        blocks = self.view.groups[0].residents.get(request.request_id)
-        is_prompt = new_tokens and request.num_tokens - computed_tokens > 1
-        if blocks is not None and blocks.config.reaches and is_prompt:
-            new_tokens = self._limit_chunk(request, blocks, computed_tokens, new_tokens)
+        req_id, left = request.request_id, request.num_tokens - computed_tokens
+        if left > 1 and new_tokens:
+            blocks = self.view.groups[0].residents.get(req_id)
+            if blocks is not None and blocks.config.reaches:
+                new_tokens = self._limit_chunk(request, blocks, computed_tokens, new_tokens)
         if new_tokens:
-            self._planned[request.request_id] = verified(request, computed_tokens, new_tokens)
+            self._planned[req_id] = min(new_tokens, max(left, 1))
         return new_tokens
 
     def _limit_chunk(self, request: Any, blocks: RequestBlocks, computed_tokens: int, new_tokens: int) -> int:

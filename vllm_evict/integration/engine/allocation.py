@@ -70,12 +70,12 @@ class Reads(Mechanism):
 
     def __init__(self, scheduler: EngineView) -> None:
         super().__init__(scheduler)
-        cache = scheduler.kv_cache_manager
+        cache, residents = scheduler.kv_cache_manager, scheduler.residents
         allocate = cache.allocate_slots
 
         @wraps(allocate)
         def allocate_slots(request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
-            if scheduler.residents[request.request_id].pure_tokens is not None:  # nothing can end its purity again
+            if residents[request.request_id].state.pure_tokens is not None:  # nothing can end its purity again
                 return allocate(request, num_new_tokens, *args, **kwargs)
             hit = kwargs.get("num_new_computed_tokens", 0) + kwargs.get("num_external_computed_tokens", 0)
             groups, first = scheduler.blocks_of(request.request_id), request.num_computed_tokens + hit

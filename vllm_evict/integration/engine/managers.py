@@ -348,14 +348,8 @@ class EvictableManager(FullAttentionManager):
         """
         table, keep = self.req_to_blocks[request_id], len(writes)
         before = [table[index] for index in (*writes.tolist(), *holes.tolist())]
-        if not self._find_room(before, keep - sum(map(_is_private, before))):
+        if (after := self._private(before, keep)) is None:
             return None
-        own = [block for block in before if _is_private(block)][:keep]
-        targets = own + self.block_pool.get_new_blocks(keep - len(own))
-        # Private blocks among `writes` stay where they are.
-        staying = {block.block_id for block in before[:keep] if block in targets}
-        rest = [block for block in targets if block.block_id not in staying]
-        after = [block if block.block_id in staying else rest.pop(0) for block in before[:keep]]
         moved = {index: new for index, old, new in zip(writes.tolist(), before, after) if new is not old}
         self._place(request_id, moved | dict.fromkeys(holes.tolist(), self._null_block))
         resident = self.residents[request_id]
@@ -367,6 +361,22 @@ class EvictableManager(FullAttentionManager):
         self._give_back(given_back)
         self._count(resident, resident.held_blocks - len(holes))
         return given_back, freed
+
+    def _private(self, blocks: Sequence[KVCacheBlock], count: int) -> list[KVCacheBlock] | None:
+        """Return private blocks for the places of the first `count` of a request's `blocks`, all of which it may lose.
+
+        They are private ones of `blocks`, then new ones of the pool; None if the pool has too few.
+        """
+        if not count:
+            return []
+        if not self._find_room(blocks, count - sum(map(_is_private, blocks))):
+            return None
+        own = [block for block in blocks if _is_private(block)][:count]
+        targets = own + self.block_pool.get_new_blocks(count - len(own))
+        # Private blocks stay where they are.
+        staying = {block.block_id for block in blocks[:count] if block in targets}
+        rest = [block for block in targets if block.block_id not in staying]
+        return [block if block.block_id in staying else rest.pop(0) for block in blocks[:count]]
 
     def _find_room(self, blocks: Sequence[KVCacheBlock], copies: int) -> bool:
         """Make sure that the pool has `copies` new blocks, which a request needs in place of some of its own.
