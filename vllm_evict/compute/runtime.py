@@ -38,6 +38,7 @@ class EvictionRuntime:
     mass to the running sums and reports.
 
     Nothing here waits for a device: offsets of queries, lengths and holes come from vLLM's host copies and from plans.
+    All of a step runs in torch's inference mode, as caches and sums are made in it.
 
     Args:
         groups: KV groups that may have holes, in vLLM's order.
@@ -112,7 +113,6 @@ class EvictionRuntime:
         pure = exact and not all(group.source.reads_all for group in self.groups)
         self.batch.takes_prompts = outruns and not (self.speculates or pure)
 
-    @torch.inference_mode()  # as caches and sums are
     def begin(self, scheduler_output: Any) -> None:
         """Apply a plan: drop requests that ended or restart, note holes, start and stop measuring.
 
@@ -279,7 +279,6 @@ class EvictionRuntime:
         finally:
             self.batch.graph, self.ops.capturing = None, False
 
-    @torch.inference_mode()  # as caches and sums are
     def rearrange(self, all_reduce: AllReduce) -> None:
         """Carry out the plan's orders, before the step writes any block.
 
@@ -291,7 +290,6 @@ class EvictionRuntime:
         for group in self.groups:
             group.obeyed()
 
-    @torch.inference_mode()
     def end(self, all_reduce: AllReduce) -> list[Reports]:
         """Return each group's reports (see `GroupRuntime.end`)."""
         self.plan, self.in_step = self._no_plan, False

@@ -139,6 +139,7 @@ class EvictionWorkerMixin(Base):
         else:
             logger.info("Kernels of KV policies were compiled in %.1f s", perf_counter() - start)
 
+    @torch.inference_mode()  # once for vLLM's part and the plugin's
     def execute_model(self, scheduler_output: Any) -> Any:
         self.kv_evict.begin(scheduler_output)
         plan = self.kv_evict.plan
