@@ -378,7 +378,7 @@ def test_no_request_loses_blocks_for_a_shadow(engine, monkeypatch):
     monkeypatch.setattr(maker, "_relieve", lambda request, *_: relieved.append(request) or True)
     server.scheduler.part(Audits).before_schedule()
     shadow = server.scheduler.part(ShadowRequests).current.request
-    assert not maker.make_room(shadow, chunk=lambda: 10**6, reserved=0, hit=(), watermark=False) and not relieved
+    assert not maker.make_room(shadow, wanted=10**6, reserved=0, hit=(), watermark=False) and not relieved
     settle(server)
     server.assert_nothing_left()
 

@@ -183,9 +183,9 @@ def test_a_request_preempted_twice_takes_no_more_blocks(engine):
     (runs,) = server.scheduler.residents.values()
     again = SimpleNamespace(request_id="again", status=RequestStatus.PREEMPTED, num_preemptions=MOST_TAKINGS)
     make_room = server.scheduler.part(Pressure).make_room
-    server.manager.wanted = server.free_blocks + 4
-    assert not make_room(again, chunk=lambda: 0, reserved=0, hit=(), watermark=True) and not runs.evicted_blocks
+    room = {"wanted": server.free_blocks + 4, "reserved": 0, "hit": (), "watermark": True}
+    assert not make_room(again, **room) and not runs.evicted_blocks
     again.num_preemptions -= 1
     again.request_id = "another"
-    assert make_room(again, chunk=lambda: 0, reserved=0, hit=(), watermark=True) and runs.evicted_blocks >= 4
+    assert make_room(again, **room) and runs.evicted_blocks >= 4
     assert len(server.run()) == 1

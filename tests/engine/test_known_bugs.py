@@ -21,6 +21,7 @@ from vllm_evict.compute.kernels.mass import block_mass, kernel_path, pack_keys
 from vllm_evict.compute.kernels.paged import PagedAttention
 from vllm_evict.config import KVPolicyConfig
 from vllm_evict.core.blocks import RequestBlocks
+from vllm_evict.integration.engine.managers import AdmittingManager
 from vllm_evict.integration.engine.spec import EvictableSpec
 
 BLOCK = 32
@@ -260,7 +261,7 @@ def test_vllms_own_methods_answer_in_steps_that_admit_nothing(engine):
     """The bound of admissions costs a call for each request. Only steps in which a request waits ask it, and none does
     while all requests so far were under `full`."""
     server = engine({**H2O, "budget": 128, "allow": ["full"]}, max_num_seqs=2)
-    bounded, calls = type(server.manager).get_num_blocks_to_allocate, []
+    bounded, calls = AdmittingManager.get_num_blocks_to_allocate, []
 
     def counted(manager, *args, **kwargs):
         calls.append(kwargs.get("apply_admission_cap", False))
@@ -272,7 +273,7 @@ def test_vllms_own_methods_answer_in_steps_that_admit_nothing(engine):
             server.llm.llm_engine.step()
         return len(calls)
 
-    with patch.object(type(server.manager), "get_num_blocks_to_allocate", counted):
+    with patch.object(AdmittingManager, "get_num_blocks_to_allocate", counted):
         server.add(random_prompt(40, 1), max_tokens=60, extra_args={"kv_policy": "full"})
         assert steps(4) == 0
         server.add(random_prompt(40, 2), max_tokens=60)

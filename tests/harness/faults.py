@@ -190,8 +190,8 @@ MUTANTS = [
     Mutant(
         "admission is never bounded",
         "integration/engine/scheduler.py",
-        "admits = self.mechanisms.read_allocations or (self.admission.bounds and any_waits(self))",
-        "admits = self.mechanisms.read_allocations",
+        "admits = changes and any_waits(self)",
+        "admits = False",
         ("load_scheduler", "serving", "known_bugs"),
     ),
     Mutant(

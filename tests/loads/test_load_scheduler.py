@@ -18,7 +18,7 @@ from vllm_evict.core.blocks import RequestBlocks
 from vllm_evict.core.mechanisms import Staging
 from vllm_evict.core.plan import PLAN
 from vllm_evict.core.reached import ReachedPool
-from vllm_evict.integration.engine.managers import EvictableManager
+from vllm_evict.integration.engine.managers import ChangingManager, EvictableManager
 from vllm_evict.integration.engine.scheduler import EvictionMixin
 
 #: Policies that hold what they hold for different reasons; the others differ from one of them in their scores alone.
@@ -176,7 +176,7 @@ def given_back_late(monkeypatch):
 
 
 def published_impure(monkeypatch):
-    monkeypatch.setattr(EvictableManager, "cache_blocks", FullAttentionManager.cache_blocks)
+    monkeypatch.setattr(ChangingManager, "cache_blocks", FullAttentionManager.cache_blocks)
 
 
 def reads_purely(monkeypatch):

@@ -51,8 +51,8 @@ REPLACED = {
     "vllm.v1.core.sched.scheduler:Scheduler": {
         "integration.engine.scheduler:EvictionMixin": "__init__ schedule update_from_output _free_request_blocks "
         "_free_request finish_requests reset_prefix_cache _build_kv_connector_meta _handle_invalid_blocks make_stats "
-        "add_request _update_request_as_session _get_local_prefix_cache_hit _reserve_prefill_lookahead "
-        "has_requests set_pause_state",
+        "add_request _update_request_as_session _get_local_prefix_cache_hit has_requests set_pause_state",
+        "integration.engine.allocation:limit_tokens": "_reserve_prefill_lookahead",
     },
     "vllm.v1.core.block_pool:BlockPool": {
         "integration.engine.reaching:Reaching._watch.evicted": "_maybe_evict_cached_block",
@@ -62,24 +62,26 @@ REPLACED = {
         "integration.engine.allocation:Reads.__init__.allocate_slots": "allocate_slots",
         "integration.engine.allocation:count_published": "estimate_cached_tokens",
     },
+    "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": {
+        "integration.engine.allocation:before_giving_up": "get_num_blocks_to_allocate",
+    },
     "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager": {
-        "integration.engine.managers:EvictableManager": "__init__ get_num_blocks_to_allocate find_longest_cache_hit "
-        "add_local_computed_blocks allocate_external_computed_blocks pop_blocks_for_free "
-        "_cache_partial_tail_block",
+        "integration.engine.managers:EvictableManager": "__init__ find_longest_cache_hit add_local_computed_blocks "
+        "allocate_external_computed_blocks pop_blocks_for_free _cache_partial_tail_block",
+        "integration.engine.managers:AdmittingManager": "get_num_blocks_to_allocate",
         "integration.engine.managers:hole_aware.HoleAware": "cache_blocks",
         "integration.engine.poison:Poison._noting.noted": "allocate_new_blocks",
     },
     "vllm.v1.core.single_type_kv_cache_manager:MambaManager": {
         "integration.engine.managers:StateManager": "cache_blocks",
-        "integration.engine.managers:hole_aware.HoleAware": "get_num_blocks_to_allocate",
         "integration.engine.poison:Poison._noting.noted": "allocate_new_blocks",
     },
     "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager": {
-        "integration.engine.managers:hole_aware.HoleAware": "get_num_blocks_to_allocate cache_blocks",
+        "integration.engine.managers:hole_aware.HoleAware": "cache_blocks",
         "integration.engine.poison:Poison._noting.noted": "allocate_new_blocks",
     },
     "vllm.v1.core.single_type_kv_cache_manager:ChunkedLocalAttentionManager": {
-        "integration.engine.managers:hole_aware.HoleAware": "get_num_blocks_to_allocate cache_blocks",
+        "integration.engine.managers:hole_aware.HoleAware": "cache_blocks",
         "integration.engine.poison:Poison._noting.noted": "allocate_new_blocks",
     },
     "vllm.v1.kv_cache_interface:FullAttentionSpec": {

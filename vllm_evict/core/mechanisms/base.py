@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ...config import KVPolicyConfig
 from ..actions import Action, Applied
@@ -136,9 +136,6 @@ class Mechanism(ABC):
     Args:
         view: the scheduler.
     """
-
-    #: Whether the mechanism reads how many blocks an allocation wanted (`EvictableManager.wanted`).
-    reads_allocations: ClassVar[bool] = False
 
     def __init__(self, view: SchedulerView) -> None:
         self.view = view

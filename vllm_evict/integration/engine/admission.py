@@ -32,12 +32,12 @@ class Admission:
         hits: knows how long requests may grow.
 
     Attributes:
-        bounds: whether a request ever had a policy other than `full`.
+        changes: whether any request so far may lose blocks, or read a part of them.
     """
 
     def __init__(self, scheduler: EngineView, hits: Hits) -> None:
         self._scheduler, self._hits, self._managers = scheduler, hits, scheduler.kv_managers
-        self.bounds = False
+        self.changes = scheduler.kv_policy.sparse_heads
         #: Steps in a row in which no request ran.
         self._empty_steps = 0
 
@@ -46,6 +46,7 @@ class Admission:
         block_size, longest = self._managers[0].block_size, self._hits.longest(request)
         asked = dict((request.sampling_params and request.sampling_params.extra_args) or {})
         config = self._granted(request, asked)
+        self.changes |= not config.keeps_all
         state, server = RequestState(asked), self._scheduler.kv_policy
         for manager in self._managers:
             part, reads_by = (each.of_class(manager.kv_cache_spec.head_class) for each in (config, server))
@@ -55,7 +56,6 @@ class Admission:
             may_outgrow = request.resumable or bool(limits and math.ceil(longest / block_size) > limits.bound)
             blocks = RequestBlocks(part, limits, block_size, config.name, may_outgrow, key, reads_by, state=state)
             manager.residents[request.request_id] = blocks
-            self.bounds |= not part.keeps_all
 
     def _granted(self, request: Request, asked: dict[str, Any]) -> KVPolicyConfig:
         """Return the policy of a request with these arguments and this prompt so far.
@@ -79,7 +79,7 @@ class Admission:
             logger.warning("request %s runs under the server's %s: %s", request.request_id, which, error)
             if sizes:
                 return self._granted(request, {key: asked[key] for key in asked.keys() - {*REQUEST_SIZES}})
-            return self._scheduler.kv_policy
+            return scheduler.kv_policy
 
     def renew(self, session: Request) -> None:
         """Compute a session's limits again, by its longer prompt and the next turn's arguments."""
@@ -90,6 +90,7 @@ class Admission:
             logger.warning("request %s: a session keeps the KV policy of its first turn, %r", req_id, name)
         asked |= {key: extra_args[key] for key in REQUEST_SIZES if key in extra_args}
         config = self._granted(session, asked)
+        self.changes |= not config.keeps_all
         for manager, blocks, plan in zip(self._managers, groups, self._scheduler.next_plan.groups):
             part = config.of_class(manager.kv_cache_spec.head_class)
             blocks.renew(part, session.num_prompt_tokens, session.num_computed_tokens)

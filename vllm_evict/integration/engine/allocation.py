@@ -1,11 +1,11 @@
-"""Patches of vLLM's `KVCacheManager`, whose class no configuration can name.
+"""Patches of what vLLM calls for each request of each step: they are there only where a mechanism needs them.
 
 vLLM has no hook between a failed allocation and the preemption or wait that follows. It publishes the blocks that a
 step fills where it allocates their slots. And it counts the published tokens of a request by the blocks that the
-request still holds.
+request still holds. No configuration can name the class of its `KVCacheManager`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -20,17 +20,23 @@ def before_giving_up(cache: Any, make_room: Callable[..., bool]) -> None:
 
     Args:
         cache: vLLM's `KVCacheManager`, of one scheduler.
-        make_room: called with the request, the blocks that its next chunk takes (0: those that managers were asked for
-            last), the blocks that vLLM reserves for others, the cached blocks that the request is about to take, and
-            whether vLLM keeps its watermark free; returns whether there is room now.
+        make_room: called with the request, the blocks that it wants, the blocks that vLLM reserves for others, the
+            cached blocks that the request is about to take, and whether vLLM keeps its watermark free; returns whether
+            there is room now.
     """
-    allocate = cache.allocate_slots
+    allocate, count, wanted = cache.allocate_slots, cache.coordinator.get_num_blocks_to_allocate, 0
+
+    @wraps(count)
+    def get_num_blocks_to_allocate(*args: Any, **kwargs: Any) -> int:
+        nonlocal wanted
+        wanted = count(*args, **kwargs)
+        return wanted
 
     def chunk(request: Any, tokens: int, hit: Any, new_computed: int, lookahead: int) -> int:
         computed = request.num_computed_tokens + new_computed
         end = computed + tokens
         slots = min(end + lookahead, cache.max_model_len)
-        return cache.coordinator.get_num_blocks_to_allocate(request.request_id, slots, hit, 0, computed, computed, end)
+        return int(count(request.request_id, slots, hit, 0, computed, computed, end))
 
     @wraps(allocate)
     def allocate_slots(request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
@@ -41,7 +47,7 @@ def before_giving_up(cache: Any, make_room: Callable[..., bool]) -> None:
         ahead = kwargs.get("num_new_computed_tokens", 0), kwargs.get("num_lookahead_tokens", 0)
         while (blocks := allocate(request, num_new_tokens, *args, **kwargs)) is None and make_room(
             request,
-            chunk=lambda: chunk(request, num_new_tokens, hit.blocks, *ahead) if both else 0,
+            wanted=max(wanted, chunk(request, num_new_tokens, hit.blocks, *ahead) if both else 0),
             reserved=kwargs.get("reserved_blocks", 0),
             hit=hit.blocks,
             watermark=kwargs.get("has_scheduled_reqs", True),
@@ -50,6 +56,7 @@ def before_giving_up(cache: Any, make_room: Callable[..., bool]) -> None:
         return blocks
 
     cache.allocate_slots = allocate_slots
+    cache.coordinator.get_num_blocks_to_allocate = get_num_blocks_to_allocate
 
 
 class Reads(Mechanism):
@@ -84,6 +91,22 @@ class Reads(Mechanism):
     @classmethod
     def serves(cls, config: KVPolicyConfig) -> bool:
         return config.sparse_heads or config.reaches
+
+
+def limit_tokens(scheduler: Any, limits: Sequence[Callable[[Any, int, int], int]]) -> None:
+    """Have each of `limits` bound the tokens that a request computes in a step (see `Mechanism.limit_tokens`)."""
+    if not limits:
+        return
+    reserve = scheduler._reserve_prefill_lookahead
+
+    @wraps(reserve)
+    def _reserve_prefill_lookahead(request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
+        tokens: int = reserve(request, num_computed_tokens, num_new_tokens)
+        for limit in limits:
+            tokens = limit(request, num_computed_tokens, tokens)
+        return tokens
+
+    scheduler._reserve_prefill_lookahead = _reserve_prefill_lookahead
 
 
 def count_published(cache: Any, published: Callable[[Any], int | None]) -> None:

@@ -4,7 +4,6 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -30,21 +29,15 @@ FROM_HOST = KVCacheBlock(-1)
 def hole_aware(manager: Any) -> Any:
     """Make a subclass of a manager of vLLM, for KV groups of requests that may have holes, in this group or another.
 
-    It publishes pure blocks only, and notes the blocks that the last allocation wanted and got. It is no mixin: with a
-    second base it could not become the class of a manager that vLLM has made.
+    It publishes pure blocks only. It is no mixin: with a second base it could not become the class of a manager that
+    vLLM has made.
     """
 
     class HoleAware(manager):
         #: Blocks of all requests, in this group; in a group with holes if this one has none.
         residents: dict[str, RequestBlocks]
-        #: Blocks that the last allocation wanted; not kept where `bound_admissions` chose vLLM's own method.
-        wanted = 0
         #: Whether the group publishes whole blocks alone: no states, and no block that a prompt's end fills in part.
         whole_blocks = False
-
-        def get_num_blocks_to_allocate(self, *args: Any, **kwargs: Any) -> int:
-            self.wanted = super().get_num_blocks_to_allocate(*args, **kwargs)
-            return self.wanted
 
         def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
             # Blocks computed after the first eviction, or by a decode that reads less, saw a reduced context, so they
@@ -144,7 +137,7 @@ def put_beside(manager: SingleTypeKVCacheManager, residents: dict[str, RequestBl
     manager.residents = residents
 
 
-class EvictableManager(hole_aware(FullAttentionManager)):  # type: ignore[misc]  # a class made at import
+class EvictableManager(FullAttentionManager):
     """vLLM's manager for full attention, with holes.
 
     A hole is vLLM's null block at the evicted block's place, so positions, slot mappings and prefix hashes stay
@@ -176,23 +169,18 @@ class EvictableManager(hole_aware(FullAttentionManager)):  # type: ignore[misc] 
         self.number, self.max_in_flight_tokens, self._give_back = number, max_in_flight_tokens, give_back
         self.whole_blocks = self.block_size == self.block_pool.hash_block_size
 
-    def bound_admissions(self, admits: bool) -> None:
-        """Choose whose `get_num_blocks_to_allocate` answers in the next step: this class', or vLLM's own.
-
-        vLLM asks it for each request of each step.
+    def begin_step(self, changes: bool, admits: bool) -> None:
+        """Become the class whose methods answer in the next step what vLLM asks for each request of each step.
 
         Args:
-            admits: whether the step may admit requests with limits, which this class bounds, or the scheduler reads how
-                many blocks an allocation wanted.
+            changes: whether any request so far may lose blocks, or read a part of them.
+            admits: whether the step may admit requests.
         """
-        if admits:
-            self.__dict__.pop("get_num_blocks_to_allocate", None)
-        else:
-            self._use(FullAttentionManager.get_num_blocks_to_allocate)
-
-    def _use(self, method: Callable) -> None:
-        """Put a method of vLLM's class in the place of this class' own."""
-        self.__dict__.setdefault(method.__name__, MethodType(method, self))
+        kind = EvictableManager if not changes else AdmittingManager if admits else ChangingManager
+        if type(self) is not kind:
+            self.__class__ = kind
+            # CPython looks attributes up more slowly in the dict that it makes of the old class' slots.
+            self.__dict__ = {**self.__dict__}
 
     @property
     def in_flight(self) -> int:
@@ -274,36 +262,6 @@ class EvictableManager(hole_aware(FullAttentionManager)):  # type: ignore[misc] 
             table[index] = block
         self.req_to_blocks[request_id].extend(table)
         return {index: block.block_id for index, block in zip(places, new)}
-
-    def get_num_blocks_to_allocate(
-        self,
-        request_id: str,
-        num_tokens: int,
-        new_computed_blocks: Sequence[KVCacheBlock],
-        total_computed_tokens: int,
-        *args: Any,
-        apply_admission_cap: bool = False,
-        **kwargs: Any,
-    ) -> int:
-        blocks = self.residents.get(request_id) if apply_admission_cap else None
-        if blocks is not None:
-            # A cached prefix, or one that a connector loads, may be longer than the bound.
-            there = 0 if blocks.started else math.ceil(total_computed_tokens / self.block_size)
-            whole = math.ceil(num_tokens / self.block_size)
-            most = blocks.most(whole, self.in_flight, max(len(new_computed_blocks), there))
-            num_tokens = min(num_tokens, most * self.block_size)
-        # By name, since a search through the bases takes a while, and vLLM asks for each request of each step.
-        self.wanted = FullAttentionManager.get_num_blocks_to_allocate(
-            self,
-            request_id,
-            num_tokens,
-            new_computed_blocks,
-            total_computed_tokens,
-            *args,
-            apply_admission_cap=apply_admission_cap,
-            **kwargs,
-        )
-        return self.wanted
 
     def allocate_external_computed_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> None:
         super().allocate_external_computed_blocks(request_id, *args, **kwargs)
@@ -431,6 +389,41 @@ class EvictableManager(hole_aware(FullAttentionManager)):  # type: ignore[misc] 
     def _count(self, resident: RequestBlocks, held: int) -> None:
         self.held[resident.policy] += held - resident.held_blocks
         resident.hold(held)
+
+
+class ChangingManager(hole_aware(EvictableManager)):  # type: ignore[misc]  # a class made at import
+    """The same while requests may lose blocks, or read a part of them."""
+
+
+class AdmittingManager(ChangingManager):
+    """The same in steps that may admit requests: those with limits are bounded by them."""
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        total_computed_tokens: int,
+        *args: Any,
+        apply_admission_cap: bool = False,
+        **kwargs: Any,
+    ) -> int:
+        blocks = self.residents.get(request_id) if apply_admission_cap else None
+        if blocks is not None:
+            # A cached prefix, or one that a connector loads, may be longer than the bound.
+            there = 0 if blocks.started else math.ceil(total_computed_tokens / self.block_size)
+            whole = math.ceil(num_tokens / self.block_size)
+            most = blocks.most(whole, self.in_flight, max(len(new_computed_blocks), there))
+            num_tokens = min(num_tokens, most * self.block_size)
+        return super().get_num_blocks_to_allocate(
+            request_id,
+            num_tokens,
+            new_computed_blocks,
+            total_computed_tokens,
+            *args,
+            apply_admission_cap=apply_admission_cap,
+            **kwargs,
+        )
 
 
 def _is_private(block: KVCacheBlock) -> bool:

@@ -31,8 +31,6 @@ class Mechanisms:
     def __init__(self, scheduler: EngineView) -> None:
         self._all: list[Mechanism] = []
         self._having: dict[str, list[Mechanism]] = {}
-        #: Whether any of them reads how many blocks an allocation wanted.
-        self.read_allocations = False
         scheduler.mechanisms = self
         for kind in KINDS:
             if kind.serves(scheduler.kv_policy):
@@ -47,7 +45,6 @@ class Mechanisms:
         One that limits tokens has to be there when the scheduler is made (see `EvictionMixin.__init__`).
         """
         self._all.insert(len(self._all) if last else 0, mechanism)
-        self.read_allocations |= mechanism.reads_allocations
         self._having = {}
 
     def of(self, kind: type[M]) -> list[M]:

@@ -1,6 +1,6 @@
 """Makes room in the pool, after a failed allocation and before a preemption, from blocks that requests can spare."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.logger import init_logger
@@ -31,8 +31,6 @@ class RoomMaker(Pressure):
         scheduler: an `EvictionMixin`, whose requests hold the blocks.
     """
 
-    reads_allocations = True
-
     def __init__(self, scheduler: EngineView) -> None:
         super().__init__(scheduler)
         self._scheduler, self._cache = scheduler, scheduler.kv_cache_manager
@@ -51,7 +49,7 @@ class RoomMaker(Pressure):
         self,
         request: Request,
         *,
-        chunk: Callable[[], int],
+        wanted: int,
         reserved: int,
         hit: Sequence[Sequence[KVCacheBlock]],
         watermark: bool,
@@ -60,7 +58,7 @@ class RoomMaker(Pressure):
 
         Args:
             request: the request whose allocation failed.
-            chunk: gives the blocks of the request's next chunk; 0 if the allocation asked for these.
+            wanted: blocks that the request lacks, free ones of the pool included.
             reserved: blocks of the pool that the request may not take.
             hit: for each KV group, the cached blocks that the request is about to take.
             watermark: whether vLLM keeps its watermark free, if the request is waiting.
@@ -73,8 +71,7 @@ class RoomMaker(Pressure):
             # No request loses a block for a shadow. vLLM preempts the shadow first, and a waiting request comes once it
             # is withdrawn.
             return False
-        wanted = sum(manager.wanted for manager in (*scheduler.kv_managers, *scheduler.other_managers))
-        missing = max(wanted, chunk()) + reserved - self._cache.block_pool.get_num_free_blocks()
+        missing = wanted + reserved - self._cache.block_pool.get_num_free_blocks()
         if not runs and watermark:
             missing += self._cache.watermark_blocks
         if missing > 0 and (runs or self._may_succeed(request)) and self._relieve(request, missing, hit):

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Container
 from dataclasses import replace
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from ...core.plan import PLAN, EvictionPlan, Scoring
 from ..start.drafters import lookahead
 from ..start.versions import any_waits
 from .admission import Admission
-from .allocation import count_published
+from .allocation import count_published, limit_tokens
 from .followers import follow
 from .hits import Hit, Hits
 from .managers import BESIDE, ChunkManager, EvictableManager, SlidingManager, StateManager, put_beside
@@ -71,10 +72,7 @@ class EvictionMixin(Base):
         self.mechanisms = Mechanisms(self)
         for follower in follow(self):
             self.mechanisms.add(follower, last=False)
-        # vLLM asks for each request of each step.
-        self._limits = [each.limit_tokens for each in self.mechanisms.having("limit_tokens")]
-        if not self._limits:
-            self._reserve_prefill_lookahead = super()._reserve_prefill_lookahead  # type: ignore[method-assign]
+        limit_tokens(self, [each.limit_tokens for each in self.mechanisms.having("limit_tokens")])
         logger.info(start_up_line(self))
 
     def _managers(self) -> tuple[list[EvictableManager], list[SlidingManager | ChunkManager | StateManager]]:
@@ -102,9 +100,10 @@ class EvictionMixin(Base):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self.mechanisms.call("before_schedule")
-        admits = self.mechanisms.read_allocations or (self.admission.bounds and any_waits(self))
+        changes = self.admission.changes
+        admits = changes and any_waits(self)
         for manager in self.kv_managers:
-            manager.bound_admissions(admits)
+            manager.begin_step(changes, admits)
         output = super().schedule(*args, **kwargs)
         self._note_growth(output)
         plan, self._plan = self._plan, EvictionPlan.empty(len(self.kv_managers))
@@ -126,7 +125,7 @@ class EvictionMixin(Base):
         `EvictableManager.allocate_external_computed_blocks` counts.
         """
         cached = output.scheduled_cached_reqs
-        grown = [new for new in zip(cached.req_ids, cached.new_block_ids) if new[1] is not None]
+        grown = list(compress(zip(cached.req_ids, cached.new_block_ids), cached.new_block_ids))
         grown += [(new.req_id, new.block_ids) for new in output.scheduled_new_reqs]
         for req_id, blocks in grown:
             for manager in self.kv_managers:
@@ -355,12 +354,6 @@ class EvictionMixin(Base):
         self.admission.renew(session)
         self.mechanisms.call("on_turn", session.request_id, self.blocks_of(session.request_id))
         self.admission.make_room(session)
-
-    def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
-        tokens = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
-        for limit in self._limits:
-            tokens = limit(request, num_computed_tokens, tokens)
-        return tokens
 
     def _get_local_prefix_cache_hit(self, request: Request, *args: Any, **kwargs: Any) -> Hit:
         hit = Hit(*super()._get_local_prefix_cache_hit(request, *args, **kwargs))
