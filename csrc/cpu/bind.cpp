@@ -4,6 +4,8 @@
 #include <ATen/Parallel.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
+#include <cstring>
 #include <optional>
 #include <string>
 #include <vector>
@@ -430,6 +432,51 @@ void reach(const py::handle& rows, const Tensor& query, const Tensor& index, con
   vllm_evict::reach(a, kernel, at::get_num_threads());
 }
 
+// Copies blocks of one tensor of pages into another one, where `to` is not negative.
+void copy_blocks(const Tensor& target, const Tensor& source, const Tensor& to, const Tensor& of) {
+  check_tensor(to, "to", at::kInt, 1);
+  check_tensor(of, "of", at::kInt, 1);
+  require(target.is_cpu() && source.is_cpu() && target.scalar_type() == source.scalar_type() && target.dim() > 1 &&
+              target.sizes().slice(1) == source.sizes().slice(1) && target[0].is_contiguous() &&
+              source[0].is_contiguous(),
+          "target and source must have pages of one shape and dtype, each contiguous");
+  require(to.is_contiguous() && of.is_contiguous() && to.numel() == of.numel(), "to and of must be [n], contiguous");
+  const int32_t *there = to.const_data_ptr<int32_t>(), *here = of.const_data_ptr<int32_t>();
+  for (int64_t i = 0; i < to.numel(); ++i)
+    require(there[i] < target.size(0) && (there[i] < 0 || (here[i] >= 0 && here[i] < source.size(0))),
+            "to and of must be blocks of target and source");
+  const int64_t size = target.element_size(), bytes = target[0].nbytes();
+  auto* out = static_cast<char*>(target.mutable_data_ptr());
+  const auto* from = static_cast<const char*>(source.const_data_ptr());
+  const int64_t out_stride = target.stride(0) * size, stride = source.stride(0) * size;
+  py::gil_scoped_release release;
+  at::parallel_for(0, to.numel(), 1 + (1 << 18) / std::max<int64_t>(bytes, 1), [&](int64_t first, int64_t end) {
+    for (int64_t i = first; i < end; ++i)
+      if (there[i] >= 0) std::memcpy(out + there[i] * out_stride, from + here[i] * stride, bytes);
+  });
+}
+
+void store_signs(const Tensor& index, const Tensor& blocks, const Tensor& keys, const optional<string>& isa) {
+  check_tensor(index, "index", at::kShort, 3);
+  check_tensor(blocks, "blocks", at::kLong, 1);
+  check_tensor(keys, "keys", at::kFloat, 4);
+  const int64_t heads = keys.size(1), tokens = keys.size(2), dim = keys.size(3), width = index.size(2);
+  require(index.is_contiguous() && keys.is_contiguous() && blocks.is_contiguous() && keys.size(0) == blocks.numel() &&
+              index.size(1) == heads && tokens % 16 == 0 && dim % 16 == 0 && width == dim + tokens * (dim / 16 + 1),
+          "keys must be [n, Hkv, block_size, D], multiples of 16 tokens and dimensions, and index [N, Hkv, X], contiguous");
+  const int64_t* to = blocks.const_data_ptr<int64_t>();
+  require(std::all_of(to, to + blocks.numel(), [&](int64_t block) { return block >= 0 && block < index.size(0); }),
+          "blocks must be in the index");
+  const ReachKernel& kernel = choose_reach(isa);
+  const float* from = keys.const_data_ptr<float>();
+  auto* all = reinterpret_cast<uint16_t*>(index.mutable_data_ptr<int16_t>());
+  py::gil_scoped_release release;
+  at::parallel_for(0, keys.size(0) * heads, 16, [&](int64_t first, int64_t end) {
+    for (int64_t i = first; i < end; ++i)
+      kernel.signs(from + i * tokens * dim, dim, tokens, all + (to[i / heads] * heads + i % heads) * width);
+  });
+}
+
 }  // namespace
 }  // namespace vllm_evict::python
 
@@ -437,9 +484,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace vllm_evict::python;
   module.def("block_mass", block_mass);
   module.def("compact", compact);
+  module.def("copy_blocks", copy_blocks);
   module.def("decode_classes", decode_classes);
   module.def("fold", fold);
   module.def("kernel_path", kernel_path);
   module.def("reach", vllm_evict::python::reach);
   module.def("resident_view", resident_view);
+  module.def("store_signs", store_signs);
 }

@@ -80,8 +80,12 @@ using TileShares = void (*)(const float* query, int64_t count, int64_t group, in
                             int64_t sink_stride, const float* panels, int64_t num, float* scratch,
                             float* shares);
 
+// Writes the index of one KV head of a block by signs: of keys [block_size, dim].
+using KeySigns = void (*)(const float* keys, int64_t dim, int64_t block_size, uint16_t* index);
+
 struct ReachKernel {
   BlockLogits logits;
+  KeySigns signs;
   int64_t panel;                                            // blocks
   int64_t (*panel_floats)(int64_t dim, int64_t block_size);
   PackPanel pack;

@@ -34,6 +34,33 @@ void box_logits(const float* query, int64_t count, int64_t dim, const T* boxes, 
   }
 }
 
+// The upper half of floats, rounded to even.
+inline HalfVec to_bf16(Vec x) {
+  const WordVec bits = (WordVec)x, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  return __builtin_convertvector(x == x ? rounded : WordVec{} + 0x7fc0, HalfVec);
+}
+
+void key_signs(const float* keys, int64_t dim, int64_t block_size, uint16_t* index) {
+  uint16_t *scales = index + dim, *words = scales + block_size;
+  for (int64_t d = 0; d < dim; d += LANES) {
+    Vec sum{};
+    for (int64_t t = 0; t < block_size; ++t) sum += load<Vec>(keys + t * dim + d);
+    store(index + d, to_bf16(sum / splat(block_size)));
+  }
+  for (int64_t i = 0; i < block_size / 16 * dim; ++i) words[i] = 0;
+  for (int64_t t = 0; t < block_size; ++t) {
+    Vec total{};
+    for (int64_t d = 0; d < dim; d += LANES) {
+      const Vec rest = load<Vec>(keys + t * dim + d) - widen((const Bf16*)(index + d));
+      const WordVec above = (WordVec)(rest >= 0) & 1u << t % 16;
+      total += rest < 0 ? -rest : rest;
+      uint16_t* own = words + t / 16 * dim + d;
+      store(own, load<HalfVec>(own) | __builtin_convertvector(above, HalfVec));
+    }
+    scales[t] = to_bf16(splat(sum_of(total) / dim))[0];
+  }
+}
+
 constexpr int64_t kQueries = 4;  // that read the signs together
 constexpr float kLog2e = 1.44269504f;
 
@@ -280,6 +307,6 @@ void block_logits(const float* query, int64_t count, int64_t dim, const ReachInd
 
 }  // namespace
 
-constexpr ReachKernel reach_kernel = {block_logits, kPanel, panel_floats, pack, tile_shares};
+constexpr ReachKernel reach_kernel = {block_logits, key_signs, kPanel, panel_floats, pack, tile_shares};
 
 }  // namespace vllm_evict::ISA

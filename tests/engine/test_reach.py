@@ -15,6 +15,7 @@ from oracle.model import DenseLlama
 from oracle.selection import BLOCK, Chooser
 from parity import assert_like_oracle
 from parts import part_of
+from vllm import _custom_ops
 
 from vllm_evict.compute.kernels.bounds import key_bounds
 from vllm_evict.compute.kernels.signs import key_signs
@@ -181,6 +182,28 @@ def test_a_context_is_computed_as_stock_computes_it(engine, poisoned, dtype):
         given = zip(our.prompt_logprobs[1:], their.prompt_logprobs[1:], our.prompt_token_ids[1:])
         assert all(one[token].logprob == other[token].logprob for one, other, token in given)
         assert our.kv_usage.evicted_blocks > 5
+    assert_nothing_left(subject)
+
+
+@pytest.mark.both_runners
+def test_without_exact_one_kernel_attends_for_prompts_that_outgrow_their_budget(engine, monkeypatch):
+    """The plugin's, from the first chunk on. A request that fits its budget is stock's, to the bit."""
+    subject, stock = engine({**REACH, "exact": False}, max_num_batched_tokens=96), engine(max_num_batched_tokens=96)
+    attended, of_vllm = [], _custom_ops.cpu_attention_with_kv_cache
+
+    def seen(*args, **kwargs):
+        attended.append(1)
+        return of_vllm(*args, **kwargs)
+
+    monkeypatch.setattr(_custom_ops, "cpu_attention_with_kv_cache", seen)
+    for length in (200, 400):
+        attended.clear()
+        ours = subject.generate([random_prompt(length)], max_tokens=8, logprobs=0)
+        assert bool(attended) == (length == 200)
+        theirs = stock.generate([random_prompt(length)], max_tokens=8, logprobs=0)
+        if length == 200:
+            assert exactly(ours) == exactly(theirs)
+        np.testing.assert_allclose(logprobs_of(ours[0])[0], logprobs_of(theirs[0])[0], atol=1e-4)
     assert_nothing_left(subject)
 
 

@@ -11,11 +11,10 @@ from engine import after, exactly, logprobs_of, random_prompt, random_requests
 from loads.pages import Published
 from oracle.model import DenseLlama
 from oracle.selection import BLOCK, Chooser
-from parts import part_of
+from parts import part_of, stored_signs
 from streaming import Sessions, talk
 
 from vllm_evict.compute import own_blocks
-from vllm_evict.compute.kernels.signs import key_signs
 from vllm_evict.compute.read import Read
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.config.retired import _warn_of_old_name, _warn_of_preset
@@ -170,7 +169,7 @@ def check_choices(monkeypatch):
         for row in range(len(rows.queries)):
             blocks = rows.written[rows.out_rows[row], : rows.full[row]].long()
             keys = [keys for keys, _ in self._store.read(blocks, False)][call.place]
-            assert torch.equal(self._index[call.place][blocks], key_signs(keys))
+            assert torch.equal(self._index[call.place][blocks], stored_signs(keys))
         read(self, call, rows, table)
         self.__dict__.setdefault("checked", []).append(call.place)
 

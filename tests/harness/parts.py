@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from vllm_evict.compute.kernels.signs import store_signs
 from vllm_evict.compute.mass import BlockMass, TokenMass
 from vllm_evict.core.residence import HOLE
 
@@ -25,6 +26,14 @@ def tokens_of(group):
     """Running sums by token; None if there are none."""
     probe = part_of(group, TokenMass)
     return None if probe is None else probe.sums
+
+
+def stored_signs(keys):
+    """What the server's kernel stores of the keys of full blocks, int16 [n, Hkv, X]."""
+    _, heads, tokens, dims = keys.shape
+    index = torch.zeros(len(keys), heads, dims + tokens * (dims // 16 + 1), dtype=torch.int16)
+    store_signs(index, torch.arange(len(keys)), keys)
+    return index
 
 
 def holes_of(changes):

@@ -7,13 +7,12 @@ import torch
 from connector import HostSpec, SimpleHostWorker, prompt_blocks
 from drafting import NGRAM, accepted
 from engine import Engine, exactly, logprobs_of, random_prompt
-from parts import part_of
+from parts import part_of, stored_signs
 from vllm.distributed.kv_transfer.kv_connector.v1 import simple_cpu_offload_connector
 from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown, get_kv_transfer_group
 from vllm.v1.core.kv_cache_utils import get_block_hash
 from vllm.v1.kv_offload.base import get_offload_block_hash
 
-from vllm_evict.compute.kernels.signs import key_signs
 from vllm_evict.compute.reach import Reach
 from vllm_evict.integration.engine.reaching import Reaching
 
@@ -175,7 +174,7 @@ def assert_indexed(server):
         full = range(request.num_computed_tokens // BLOCK)
         blocks = torch.tensor([table[index].block_id for index in full if index not in on_host], dtype=torch.int64)
         keys, _ = next(iter(reach._store.read(blocks, False)))
-        assert torch.equal(key_signs(keys), reach._index[0][blocks])
+        assert torch.equal(stored_signs(keys), reach._index[0][blocks])
 
 
 @pytest.mark.parametrize("kind, drafts", [("offloading", None), ("simple", None), ("offloading", NGRAM)])

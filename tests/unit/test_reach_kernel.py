@@ -5,8 +5,8 @@ import torch
 from test_mass import each_isa
 
 from vllm_evict.compute.kernels.bounds import key_bounds
-from vllm_evict.compute.kernels.reach import ReachRows, reach, reach_reference
-from vllm_evict.compute.kernels.signs import key_signs, sign_scores, signed_keys
+from vllm_evict.compute.kernels.reach import ReachRows, copy_blocks, copy_reference, reach, reach_reference
+from vllm_evict.compute.kernels.signs import key_signs, sign_scores, signed_keys, store_signs
 
 ROWS, WIDTH, ROOM, SLOTS, HEADS, KV_HEADS, DIM, POOL, HOST = 5, 40, 9, 8, 8, 2, 48, 300, 60
 
@@ -138,6 +138,40 @@ def test_signs_keep_the_direction_of_each_key_from_its_centre(dims):
     rest = keys - centre
     want = centre + rest.sign() * rest.abs().mean(-1, keepdim=True).bfloat16().float()
     torch.testing.assert_close(taken, want, atol=1e-5, rtol=1e-5)
+
+
+@each_isa
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size, dims", [(16, 16), (32, 48), (48, 256)])
+def test_signs_are_stored_as_plain_torch_has_them(isa, dtype, size, dims):
+    """Centres whose sums are rounded the other way are next to each other; NaN stays NaN."""
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(7, size, 2, dims, generator=generator).to(dtype).transpose(1, 2)
+    keys[3, 1, 5, 2] = float("nan")
+    want, places = key_signs(keys), torch.tensor([9, 0, 3, 11, 1, 2, 8])
+    index = torch.zeros(12, *want.shape[1:], dtype=torch.int16)
+    store_signs(index, places, keys, isa)
+    assert (index[places] != want)[[0, 1, 2, 4, 5, 6]].float().mean() < 1e-3
+    torch.testing.assert_close(
+        signed_keys(index[places], dims), signed_keys(want, dims), atol=0.02, rtol=0.02, equal_nan=True
+    )
+    assert not index[[4, 5, 6, 7, 10]].any()
+    for given in (places + 1, places.int(), places[:6]):
+        with pytest.raises((ValueError, TypeError)):
+            store_signs(index, given, keys, isa)
+
+
+def test_blocks_are_copied_between_pages_with_holes_between_them():
+    target, source = torch.zeros(9, 2, 3, 5)[::2], torch.arange(8 * 30.0).view(8, 2, 3, 5)
+    to, of = torch.tensor([4, -1, 0], dtype=torch.int32), torch.tensor([7, 100, 2], dtype=torch.int32)
+    copy_blocks(target, source, to, of)
+    want = torch.zeros_like(target)
+    copy_reference(want, source, to, of)
+    assert torch.equal(target, want) and torch.equal(target[4], source[7])
+    for there, here in ((5, 0), (0, 8), (0, -1)):
+        with pytest.raises(ValueError, match="blocks of target and source"):
+            copy_blocks(target, source, torch.tensor([there]).int(), torch.tensor([here]).int())
+    assert torch.equal(target, want)
 
 
 def test_scores_are_attention_to_the_keys_that_signs_stand_for():

@@ -1,6 +1,7 @@
 """The holes of a KV group's requests: a worker's replay of what plans say."""
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ class Start(NamedTuple):
         started: requests that start, those in `resumed` included.
         changed: requests of which the plan fills holes, or leaves some.
         holes: holes of the group, those of `plan` included.
+        prompts: request that is new -> tokens of its prompt.
     """
 
     plan: GroupPlan
@@ -27,6 +29,7 @@ class Start(NamedTuple):
     started: Set[str]
     changed: Set[str]
     holes: "Holes"
+    prompts: Mapping[str, int] = MappingProxyType({})
 
 
 class Holes:
@@ -80,7 +83,8 @@ class Holes:
                 self.of_request[req_id] = set(np.flatnonzero(np.equal(block_ids[number], HOLE)).tolist())
         if gone or tables or changed:
             self._lacks = [], self._lacks[1][:0]
-        return Start(plan, gone, resumed, tables.keys(), changed, self)
+        prompts = {new.req_id: len(new.prompt_token_ids or ()) for new in scheduler_output.scheduled_new_reqs}
+        return Start(plan, gone, resumed, tables.keys(), changed, self, prompts)
 
     def of(self, req_id: str) -> Set[int]:
         """Return a request's holes, logical blocks."""

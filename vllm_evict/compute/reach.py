@@ -77,6 +77,7 @@ class Reach(Source):
 
     def __init__(self, config: KVPolicyConfig, shape: Shape, store: Store) -> None:
         self._config, self._store, self._device, self.block_size = config, store, shape.device, shape.block_size
+        self.outgrowing: set[str] = set()
         self._leads, self.dense = config.reading(shape.of_places)
         self._of_keys = key_signs if config.index == "signs" else key_bounds
         #: Of each layer [blocks of the pool, then of the host; Hkv; X], what stands for them.
@@ -120,6 +121,11 @@ class Reach(Source):
         assert limits is not None  # it would be stock's
         return self._config.room(limits, shape.block_size)[0]
 
+    def _outgrows(self, tokens: int) -> bool:
+        """Return whether a prompt of so many tokens has blocks on the host at its end, whatever the pool has."""
+        limits = self._config.limits(self.block_size, tokens)
+        return limits is not None and tokens > limits.trigger * self.block_size
+
     @property
     def kept_bytes(self) -> int:
         """Bytes of the index on their device."""
@@ -147,6 +153,8 @@ class Reach(Source):
     def begin(self, start: Start) -> None:
         """Forget requests that ended or start over. The next turn of a session goes on with what it has."""
         self._started = start.started if self.loads else frozenset()
+        self.outgrowing -= start.gone
+        self.outgrowing.update(req_id for req_id, tokens in start.prompts.items() if self._outgrows(tokens))
         for req_id in start.gone | start.resumed if self._of else ():
             if (its := self._of.pop(req_id, None)) is not None:
                 self._slots.append(its.slot)

@@ -214,7 +214,8 @@ class EvictionRuntime:
         """Return the requests that the plugin's kernel attends for, where it can.
 
         - Measured requests: vLLM's kernel would leave a second read of the keys to the score pass.
-        - Requests with holes, if that kernel is faster or heads are split (one call attends for split heads).
+        - Requests with holes, if that kernel is faster or heads are split (one call attends for split heads), and those
+          whose prompts will have some. A prompt goes there with all rows of its step, or not at all.
         """
         own: set[str] = set()
         if self.ops.decodes_measured:
@@ -223,6 +224,8 @@ class EvictionRuntime:
             own &= set().union(*(group.with_holes for group in self.groups))
         if self.decodes_lacking:
             own.update(*(group.with_holes for group in self.groups))
+        if self.batch.takes_prompts:
+            own.update(*(group.source.outgrowing for group in self.groups))
         return own
 
     def choose_graph(self, full: bool) -> Attends | None:

@@ -78,6 +78,8 @@ class Source(Part):
         decodes: whether the plugin's kernel attends for rows that read a part of their blocks; else the backend's does.
         cuts: whether some rows of a step may be cut; then the backend's kernel attends for all of them.
         loads: whether a connector brings blocks that no step has computed.
+        outgrowing: requests whose prompts end with holes. Where prompts need not be the backend's to the bit, the
+            plugin's kernel attends for them from their first chunk on.
     """
 
     reads_all = True
@@ -85,6 +87,7 @@ class Source(Part):
     decodes = False
     cuts = False
     loads = False
+    outgrowing: Set[str] = frozenset()
 
     def fits_graph(self, requests: Set[str]) -> bool:
         """Return whether a full graph can read what a decode step of these requests reads."""

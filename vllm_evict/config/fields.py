@@ -88,8 +88,8 @@ EXACT = Option(
     None,
     "`true`: vLLM's kernel attends for requests that lost no block, so their output and their cached prefixes are "
     "vLLM's, bit for bit; scores cost one more read of the keys. `false`: the plugin's kernel attends for requests "
-    "that are scored, with output and scores from one read, and for those with blocks on the host. null: `true` on a "
-    "CPU with prefix caching, a KV connector or `when: pressure`, else `false`",
+    "that are scored, with output and scores from one read, and for those whose prompt will have blocks on the "
+    "host. null: `true` on a CPU with prefix caching, a KV connector or `when: pressure`, else `false`",
 )
 CONTEXT = Option(
     "context",

@@ -193,13 +193,19 @@ def copy_blocks(target: torch.Tensor, source: torch.Tensor, to: torch.Tensor, of
     Args:
         target, source: [blocks, ...], pages of the layer. If one of them is on a device, the other is pinned.
         to, of: int32 [n], blocks of the target and of the source. Where `to` is negative, nothing is copied.
+
+    Raises:
+        ValueError: a shape is wrong, or a block out of range.
+        TypeError: a dtype is wrong.
     """
     if to.device.type != "cpu":
         from ...triton_kernels.reach import copy_blocks as on_device
 
         on_device(target, source, to, of)
-    else:
+    elif _C_cpu is None:
         copy_reference(target, source, to, of)
+    else:
+        _C_cpu.copy_blocks(target, source, to, of)
 
 
 def copy_reference(target: torch.Tensor, source: torch.Tensor, to: torch.Tensor, of: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ has such indexes; it centres keys otherwise and quantises their magnitudes too.
 import torch
 
 from .logits import probabilities, soft_capped
+from .mass import _C_cpu
 
 #: Tokens whose signs of one dimension are one word.
 WORD = 16
@@ -39,20 +40,27 @@ def key_signs(keys: torch.Tensor) -> torch.Tensor:
     return torch.cat((centre.view(torch.int16), scales.view(torch.int16), words.flatten(2)), -1)
 
 
-def store_signs(index: torch.Tensor, blocks: torch.Tensor, keys: torch.Tensor) -> None:
+def store_signs(index: torch.Tensor, blocks: torch.Tensor, keys: torch.Tensor, isa: str | None = None) -> None:
     """Write the signs of the keys of full blocks into an index.
 
     Args:
         index: int16 [blocks, Hkv, X] (see `key_signs`).
         blocks: int64 [n], their places in the index.
-        keys: [n, Hkv, block_size, D], a multiple of 16 tokens.
+        keys: [n, Hkv, block_size, D], a multiple of 16 tokens and of 16 dimensions.
+        isa: see `mass.block_mass`.
+
+    Raises:
+        ValueError: a shape is wrong, or a block out of range.
+        TypeError: a dtype is wrong.
     """
     if index.device.type != "cpu":
         from ...triton_kernels.reach_signs import store_signs as on_device
 
         on_device(index, blocks, keys)
-    else:
+    elif _C_cpu is None:
         index[blocks] = key_signs(keys)
+    else:
+        _C_cpu.store_signs(index, blocks, keys.float().contiguous(), isa)
 
 
 def tokens_of(signs: torch.Tensor, dims: int) -> int:
