@@ -49,6 +49,26 @@ def check_classes(engine, dense, size=BLOCK, atol=2e-3, **options):
     return server
 
 
+def check_agents(engine, blocks, whole=True, **options):
+    """Turns of agents, each a request with the whole history, hit what full attention has on the host; answers are stock's.
+
+    `blocks`: pool; `whole`: whether the other layers' parts of each prefix stay there from turn to turn, so that hits are
+    as long as those of stock with an endless pool; `options`: of the engine.
+    """
+    options = {"max_model_len": 1024, "max_num_batched_tokens": 192, "enable_prefix_caching": True, **options}
+    server, stock = engine(REACH, blocks=blocks, **options), engine(blocks=600, **options)
+    histories, from_host = [random_prompt(100) + random_prompt(60, seed) for seed in (1, 2, 3)], []
+    for turn in range(5):
+        for number, history in enumerate(histories):
+            ours, theirs = (each.generate([history], max_tokens=1, logprobs=0) for each in (server, stock))
+            assert [each[:2] for each in exactly(ours)] == [each[:2] for each in exactly(theirs)]
+            assert ours[0].num_cached_tokens == theirs[0].num_cached_tokens or not whole
+            from_host.append(ours[0].kv_usage.host_hit_blocks)
+            history += random_prompt(170, 10 * turn + number)
+    assert sum(map(bool, from_host)) >= (5 if whole else 1)
+    assert_nothing_left(server)
+
+
 def assert_reaches_like_dense(
     model, prompt, output, trace, read, hold=8, index="signs", dense=None, atol=2e-3, size=BLOCK, pressure=False,
     budget=256, sink=32, recent=32, **more,

@@ -125,6 +125,12 @@ def test_evictions_match_the_dense_oracle(engine, hybrids):
     server.assert_nothing_left()
 
 
+@pytest.mark.both_runners
+def test_prefixes_on_the_host_are_hits(engine, hybrids, poisoned):
+    """Not of LFM2, whose convolutions stock vLLM computes otherwise after a hit."""
+    test_reach.check_agents(engine, 60, **hybrids("qwen3_next"))
+
+
 @pytest.mark.oracle("hybrids")
 @pytest.mark.both_runners("falcon_h1")
 @pytest.mark.parametrize("kind", ["falcon_h1", "lfm2"])

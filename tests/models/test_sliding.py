@@ -166,6 +166,12 @@ def test_layers_reach_blocks_of_the_host(engine, models, poisoned, layout):
     test_reach.check_classes(engine, DenseLlama(models(layout)), model=models(layout))
 
 
+@pytest.mark.both_runners
+def test_prefixes_on_the_host_are_hits(engine, models, poisoned):
+    """As long as the pool has the window at their end."""
+    test_reach.check_agents(engine, 70, whole=False, model=models("windows-first"))
+
+
 @pytest.mark.both_runners("prompts")
 @pytest.mark.parametrize("read_prompts", test_read.OF_PROMPTS.values(), ids=test_read.OF_PROMPTS)
 def test_layers_read_their_best_blocks(engine, models, poisoned, read_prompts):

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any
 
-from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_block_hash, resolve_block_hashes
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_block_hash, get_group_id, resolve_block_hashes
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
@@ -43,11 +43,12 @@ class Reaching(Staging):
         blocks, self.block_bytes = host_memory(scheduler)
         self.pool = ReachedPool(blocks, poison_mode())
         pool = self._cache.block_pool
-        # Layers of other groups would have to have their part of a prefix, too. A connector keeps prefixes itself, and
-        # one that loads on top of a prefix could come steps after the blocks that it starts with.
-        alone = not scheduler.other_managers and pool.hash_block_size == self._manager.block_size
-        alone = alone and scheduler.connector is None
-        self._caches = pool.enable_caching and alone
+        # A connector keeps prefixes itself, and one that loads on top of a prefix could come steps after the blocks that
+        # it starts with.
+        alike = pool.hash_block_size == self._manager.block_size
+        self._caches = pool.enable_caching and alike and scheduler.connector is None
+        #: Whether vLLM's lookup of a prefix finds blocks of the host, too.
+        self._finds = False
         if self._caches:
             self._watch(pool)
 
@@ -62,17 +63,24 @@ class Reaching(Staging):
         return f"layers read {blocks}, in rooms of {room} blocks at most, {of_room} MiB of the pool for each request"
 
     def _watch(self, pool: Any) -> None:
-        """Keep blocks that leave the prefix cache, as the pool hands them out."""
-        evict = pool._maybe_evict_cached_block
+        """Keep blocks that leave the prefix cache, as the pool hands them out, and let lookups find them."""
+        evict, cached, group = pool._maybe_evict_cached_block, pool.get_cached_block, self._manager.kv_cache_group_id
 
         @wraps(evict)
         def evicted(block: KVCacheBlock) -> bool:
-            if block.block_hash is not None:
+            if block.block_hash is not None and get_group_id(block.block_hash) == group:
                 block_hash = get_block_hash(block.block_hash)
                 self.pool.keep(self.view.next_plan, self._manager.number, block_hash, block.block_id)
             return bool(evict(block))
 
-        pool._maybe_evict_cached_block = evicted
+        @wraps(cached)
+        def found(block_hash: Any, groups: list[int]) -> list[KVCacheBlock] | None:
+            blocks: list[KVCacheBlock] | None = cached(block_hash, groups)
+            if blocks is None and self._finds and groups == [group] and self.pool.find(block_hash) is not None:
+                return [FROM_HOST]
+            return blocks
+
+        pool._maybe_evict_cached_block, pool.get_cached_block = evicted, found
 
     def _hashes(self, request: Request) -> Sequence[Hashable]:
         """Return the hashes of a request's full blocks."""
@@ -113,10 +121,15 @@ class Reaching(Staging):
         """Return the prefix that is on the device or on the host, if it is longer than what vLLM has found."""
         blocks, size = self._manager.residents[request.request_id], self._manager.block_size
         self.cancel_arrival(blocks)
-        found = [] if request.skip_reading_prefix_cache or not blocks.config.reaches else self._find(request)
+        if not self._caches or request.skip_reading_prefix_cache or not blocks.config.reaches:
+            return hit
+        tables, found = self._find(request, request.num_tokens - 1)
         if len(found) * size <= hit.tokens:
             return hit
-        found, holes, room = self._divide(request, blocks, found)
+        if len(found) > (most := self._most(blocks, found)):
+            # A chunk of one token would read as a decode does.
+            tables, found = self._find(request, request.num_tokens - 2)
+        holes, room = self._divide(blocks, len(found), most)
         if len(found) * size <= hit.tokens or (numbers := self._hold(request, found, (*room, *holes))) is None:
             return hit
         from_host = sum(block is None for block, _ in found)
@@ -125,38 +138,46 @@ class Reaching(Staging):
         table = [FROM_HOST if index in numbers else block for index, (block, _) in enumerate(found)]
         for index in holes:
             table[index] = self._cache.block_pool.null_block
-        return hit._replace(blocks=self._cache.create_kv_cache_blocks((table,)), tokens=len(found) * size)
+        tables[self._manager.kv_cache_group_id] = table
+        return hit._replace(blocks=self._cache.create_kv_cache_blocks(tuple(tables)), tokens=len(found) * size)
 
-    def _find(self, request: Request) -> list[tuple[KVCacheBlock | None, int | None]]:
-        """Return where the leading blocks of a request are: in the prefix cache, and on the host.
+    def _find(self, request: Request, most: int) -> tuple[list[Any], list[tuple[KVCacheBlock | None, int | None]]]:
+        """Return the longest prefix, of at most so many tokens, that is on the device or on the host.
 
-        At least one token is computed, for its logits.
+        Layers with windows or states have their part of it on the device.
+
+        Returns:
+            The blocks of each of vLLM's KV groups, and where those of the scheduler's group are: in the prefix cache, and
+            on the host.
         """
-        found, group = [], self._manager.kv_cache_group_id
-        for block_hash in self._hashes(request)[: (request.num_tokens - 1) // self._manager.block_size]:
-            cached, number = self._cache.block_pool.get_cached_block(block_hash, [group]), self.pool.find(block_hash)
-            if not cached and number is None:
-                break
-            found.append((cached[0] if cached else None, number))
-        return found
+        self._finds = True
+        try:
+            tables, _, _ = self._cache.coordinator.find_longest_cache_hit(request.block_hashes, most)
+        finally:
+            self._finds = False
+        own = tables[self._manager.kv_cache_group_id]
+        numbers = map(self.pool.find, self._hashes(request))
+        return list(tables), [(None if block is FROM_HOST else block, number) for block, number in zip(own, numbers)]
 
-    def _divide(self, request: Request, blocks: RequestBlocks, found: list[Any]) -> tuple[list[Any], range, range]:
-        """Return the part of a prefix that a request starts with, and which of it are holes and room."""
-        limits, size = blocks.limits, blocks.block_size
+    def _most(self, blocks: RequestBlocks, found: list[Any]) -> int:
+        """Return the blocks of a prefix above which a request starts with holes."""
+        limits = blocks.limits
         assert limits is not None  # it would be stock's
-        most = limits.trigger
-        if most == NEVER:
-            # Blocks that other requests hold are shared.
-            needed = sum(block is None or block.ref_cnt == 0 for block, _ in found)
-            fits = needed + self._manager.in_flight <= self.view.free_blocks
-            most = len(found) if fits else limits.budget
-        if len(found) > most:
-            # A chunk of one token would read as a decode does.
-            found = found[: (request.num_tokens - 2) // size]
-        if len(found) <= max(most, limits.budget):
-            return found, range(0), range(0)
-        first = limits.sink + blocks.config.room(limits, size)[0]
-        return found, range(first, first + len(found) - limits.budget), range(limits.sink, first)
+        if limits.trigger != NEVER:
+            return limits.trigger
+        # Blocks that other requests hold are shared.
+        needed = sum(block is None or block.ref_cnt == 0 for block, _ in found)
+        fits = needed + self._manager.in_flight <= self.view.free_blocks
+        return len(found) if fits else limits.budget
+
+    def _divide(self, blocks: RequestBlocks, count: int, most: int) -> tuple[range, range]:
+        """Return the blocks that are holes, and those that are the room, of a request that starts with `count` blocks."""
+        limits = blocks.limits
+        assert limits is not None  # it would be stock's
+        if count <= max(most, limits.budget):
+            return range(0), range(0)
+        first = limits.sink + blocks.config.room(limits, blocks.block_size)[0]
+        return range(first, first + count - limits.budget), range(limits.sink, first)
 
     def _hold(self, request: Request, found: list[Any], on_host: Iterable[int]) -> dict[int, int] | None:
         """Use the blocks of the host that a request starts with; those in `on_host` are copied there if they are not.
