@@ -12,9 +12,10 @@ all requests decode together, and these are measured:
 - *operations*: bytecodes of a step, and of an end; other load on the machine does not change them;
 - *bytes*: of the plugin's Python objects and arrays in the scheduler, by `sys.getsizeof`.
 
-Times are CPU times of the thread. All cases take turns at a point, --rounds times, and "added to stock" is the median
-of the rounds' differences. Along an axis, what is measured grows as its size to some power: the exponent of a fit by
-least squares, over the upper points of the axis. The curve over budgets has a step's time under `h2o` at one load.
+Times are CPU times of the thread. All cases take turns of TURN steps at a point, each in a process of its own,
+--rounds times, and "added to stock" is the median of the turns' differences. Along an axis, what is measured grows as
+its size to some power: the exponent of a fit by least squares, over the upper points of the axis. The curve over
+budgets has a step's time under `h2o` at one load.
 
 Writes a Markdown table and a JSON with hardware, versions and command to --out.
 """
@@ -22,6 +23,7 @@ Writes a Markdown table and a JSON with hardware, versions and command to --out.
 import argparse
 import gc
 import math
+import multiprocessing
 import os
 import statistics
 import sys
@@ -62,6 +64,8 @@ BUDGETS = tuple(range(256, 2049, 128))
 SHARED = ("vllm_evict.config", "vllm_evict.policies")
 #: Requests of a point that end one by one, at most.
 ENDS = 64
+#: Steps of a case before the next one has its turn.
+TURN = 16
 
 
 def cases(folder: str) -> dict[str, dict | None]:
@@ -195,9 +199,11 @@ def watched(alone: Alone) -> Iterator[dict[str, list[float]]]:
             each()
 
 
-def measure(policy: dict | None, requests: int, tokens: int, steps: int) -> dict[str, float]:
-    """One point: median seconds of a step and of what happens to a request, and of a step mean and 99th percentile;
-    bytecodes of a step and of an end, bytes of the plugin's objects.
+def measure(
+    policy: dict | None, requests: int, tokens: int, steps: int, pause: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
+    """One point: median seconds of a step and of what happens to a request, and of a step mean, means of turns and 99th
+    percentile; bytecodes of a step and of an end, bytes of the plugin's objects. `pause` is called before each turn.
     """
     alone = Alone(policy, requests, tokens + 2 * CHUNK)
     before = plugin_bytes(alone.scheduler) if policy else 0
@@ -205,8 +211,13 @@ def measure(policy: dict | None, requests: int, tokens: int, steps: int) -> dict
     alone.to_decode()
     gc.collect()
     gc.freeze()  # as vLLM's engine core does
-    taken["step"] = [sum(alone.step()) for _ in range(steps)]
-    found = {"99th": float(np.percentile(taken["step"], 99)), "mean": statistics.mean(taken["step"])}
+    turns = []
+    for _ in range(0, steps, TURN):
+        pause()
+        turns.append([sum(alone.step()) for _ in range(TURN)])
+    taken["step"] = sum(turns, [])
+    found: dict[str, Any] = {"turns": [statistics.mean(turn) for turn in turns]}
+    found |= {"99th": float(np.percentile(taken["step"], 99)), "mean": statistics.mean(taken["step"])}
     if policy is not None:
         with watched(alone) as of_actions:
             for _ in range(steps):
@@ -219,6 +230,31 @@ def measure(policy: dict | None, requests: int, tokens: int, steps: int) -> dict
     taken["end"] = [alone.end(f"request-{number}") for number in range(1, min(requests, ENDS))] or [0.0]
     gc.unfreeze()
     return found | {part: statistics.median(seconds) for part, seconds in taken.items()}
+
+
+def measure_in_turns(
+    policies: dict[str, dict | None], requests: int, tokens: int, steps: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each case, and what `measure` returns of it. CPython specialises code for one case in each process."""
+    fork, waiting = multiprocessing.get_context("fork"), {}
+    for case, policy in policies.items():
+        waiting[case], pipe = fork.Pipe()
+        fork.Process(target=_measure_in_turns, args=(pipe, policy, requests, tokens, steps), daemon=True).start()
+        waiting[case].recv()
+    while waiting:
+        for case, pipe in list(waiting.items()):
+            pipe.send(None)
+            if (found := pipe.recv()) is not None:
+                del waiting[case]
+                yield case, found
+
+
+def _measure_in_turns(pipe: Any, *point: Any) -> None:
+    def pause() -> None:
+        pipe.send(None)
+        pipe.recv()
+
+    pipe.send(measure(*point, pause=pause))
 
 
 def operations(function: Callable, *args: Any, within: str = "") -> tuple[int, Any]:
@@ -286,9 +322,9 @@ def scale(options: argparse.Namespace, chosen: dict[str, dict | None]) -> dict:
     with progress() as bar:
         task = bar.add_task("", total=(len(runs) * len(chosen) + len(BUDGETS)) * options.rounds)
         for point in points() * options.rounds:
-            for case, policy in chosen.items():
-                bar.update(task, description=f"{name_of(*point)}, {case}")
-                runs[name_of(*point)][case].append(measure(policy, *point, options.steps))
+            bar.update(task, description=name_of(*point))
+            for case, found in measure_in_turns(chosen, *point, options.steps):
+                runs[name_of(*point)][case].append(found)
                 bar.advance(task)
         for size in BUDGETS * options.rounds:
             bar.update(task, description=f"budget {size}")
@@ -308,8 +344,9 @@ def median_of(rounds: list[dict], part: str) -> float:
 
 
 def added(runs: dict[str, list[dict]], case: str) -> float:
-    """Seconds that a case adds to stock vLLM's mean step: median of the rounds' differences."""
-    return statistics.median(own["mean"] - stock["mean"] for own, stock in zip(runs[case], runs["stock"], strict=True))
+    """Seconds that a case adds to stock vLLM's mean step: median of the turns' differences."""
+    turns = [[turn for each in runs[name] for turn in each["turns"]] for name in (case, "stock")]
+    return statistics.median(own - stock for own, stock in zip(*turns, strict=True))
 
 
 def steps_table(report: dict, names: list[str]) -> list[str]:
@@ -453,7 +490,7 @@ def picture(report: dict, path: Path) -> None:
 def parse_arguments(known: dict[str, dict | None]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="each case runs so often at a point, all cases in turn")
-    parser.add_argument("--steps", type=int, default=96, help="steps of a round that are timed")
+    parser.add_argument("--steps", type=int, default=96, help="steps of a round that are timed, whole turns")
     parser.add_argument("--cases", nargs="+", metavar="CASE", help="only these; stock always runs, to compare with")
     parser.add_argument("--pictures", type=Path, help="folder that gets scale.svg")
     parser.add_argument("--out", type=Path, default=Path("out/scale"))
