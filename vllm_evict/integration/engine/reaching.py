@@ -43,8 +43,8 @@ class Reaching(Staging):
         blocks, self.block_bytes = host_memory(scheduler)
         self.pool = ReachedPool(blocks, poison_mode())
         pool = self._cache.block_pool
-        # A connector keeps prefixes itself, and one that loads on top of a prefix could come steps after the blocks that
-        # it starts with.
+        # A connector keeps prefixes itself, and one that loads on top of a prefix could come steps after the blocks
+        # that it starts with.
         alike = pool.hash_block_size == self._manager.block_size
         self._caches = pool.enable_caching and alike and scheduler.connector is None
         #: Whether vLLM's lookup of a prefix finds blocks of the host, too.
@@ -147,8 +147,8 @@ class Reaching(Staging):
         Layers with windows or states have their part of it on the device.
 
         Returns:
-            The blocks of each of vLLM's KV groups, and where those of the scheduler's group are: in the prefix cache, and
-            on the host.
+            The blocks of each of vLLM's KV groups, and where those of the scheduler's group are: in the prefix cache,
+            and on the host.
         """
         self._finds = True
         try:
@@ -171,7 +171,7 @@ class Reaching(Staging):
         return len(found) if fits else limits.budget
 
     def _divide(self, blocks: RequestBlocks, count: int, most: int) -> tuple[range, range]:
-        """Return the blocks that are holes, and those that are the room, of a request that starts with `count` blocks."""
+        """Return the holes and the room of a request that starts with `count` blocks, of which it may have `most`."""
         limits = blocks.limits
         assert limits is not None  # it would be stock's
         if count <= max(most, limits.budget):
