@@ -56,6 +56,7 @@ REPLACED = {
     },
     "vllm.v1.core.block_pool:BlockPool": {
         "integration.engine.reaching:Reaching._watch.evicted": "_maybe_evict_cached_block",
+        "integration.engine.reaching:Reaching._watch.found": "get_cached_block",
     },
     "vllm.v1.core.kv_cache_manager:KVCacheManager": {
         "integration.engine.allocation:before_giving_up": "allocate_slots",

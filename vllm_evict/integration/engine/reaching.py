@@ -74,11 +74,10 @@ class Reaching(Staging):
             return bool(evict(block))
 
         @wraps(cached)
-        def found(block_hash: Any, groups: list[int]) -> list[KVCacheBlock] | None:
-            blocks: list[KVCacheBlock] | None = cached(block_hash, groups)
-            if blocks is None and self._finds and groups == [group] and self.pool.find(block_hash) is not None:
-                return [FROM_HOST]
-            return blocks
+        def found(block_hash: Any, kv_cache_group_ids: list[int]) -> list[KVCacheBlock] | None:
+            blocks: list[KVCacheBlock] | None = cached(block_hash, kv_cache_group_ids)
+            looks = blocks is None and self._finds and kv_cache_group_ids == [group]
+            return [FROM_HOST] if looks and self.pool.find(block_hash) is not None else blocks
 
         pool._maybe_evict_cached_block, pool.get_cached_block = evicted, found
 
