@@ -132,8 +132,9 @@ class Published:
         #: Of host blocks that layers read, as `_slices`.
         self._on_host = []
         if self._reaching:
-            own = part_of(engine.runtime, Offload).blocks.own
-            self._on_host = [replace(each, cache=numbers(page)) for each, page in zip(self._slices[0], own)]
+            own, (manager,) = part_of(engine.runtime, Offload).blocks.own, engine.scheduler.kv_managers
+            slices = self._slices[manager.kv_cache_group_id]
+            self._on_host = [replace(each, cache=numbers(page)) for each, page in zip(slices, own)]
         #: "pages" that were compared, "bit-equal" ones, and the "worst" difference.
         self.counts = Counter()
         pool = engine.pool
