@@ -232,7 +232,7 @@ def test_a_host_block_that_one_plan_writes_twice_holds_what_came_last():
 
 def step(finished=(), new=()):
     cached = SimpleNamespace(resumed_req_ids=set(), req_ids=[], new_block_ids=[])
-    new = [SimpleNamespace(req_id=req_id, block_ids=[table]) for req_id, table in new]
+    new = [SimpleNamespace(req_id=req_id, block_ids=[table], prompt_token_ids=[]) for req_id, table in new]
     return SimpleNamespace(
         finished_req_ids=set(finished), preempted_req_ids=None, scheduled_cached_reqs=cached, scheduled_new_reqs=new
     )
