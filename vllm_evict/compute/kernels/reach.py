@@ -202,10 +202,10 @@ def copy_blocks(target: torch.Tensor, source: torch.Tensor, to: torch.Tensor, of
         from ...triton_kernels.reach import copy_blocks as on_device
 
         on_device(target, source, to, of)
-    elif _C_cpu is None:
-        copy_reference(target, source, to, of)
-    else:
+    elif _C_cpu is not None and target[0].is_contiguous() and source[0].is_contiguous():
         _C_cpu.copy_blocks(target, source, to, of)
+    else:
+        copy_reference(target, source, to, of)
 
 
 def copy_reference(target: torch.Tensor, source: torch.Tensor, to: torch.Tensor, of: torch.Tensor) -> None:
