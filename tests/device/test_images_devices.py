@@ -50,7 +50,7 @@ def test_evictions_and_logprobs_match_transformers(server, model):
 
 
 @pytest.mark.oracle("images")
-@pytest.mark.both_runners("host")
+@pytest.mark.both_runners("triton-host")
 @pytest.mark.parametrize("where", ["host", "read"])
 @pytest.mark.parametrize("backend", [on("triton")], indirect=True)
 def test_layers_that_choose_blocks_choose_those_of_images(server, tmp_path, poisoned, where):
