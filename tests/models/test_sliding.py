@@ -13,7 +13,7 @@ import test_read
 import test_serving_cache
 import test_tokens
 import torch
-from engine import exactly, logprobs_of, random_prompt, random_requests
+from engine import exactly, greedy, logprobs_of, random_prompt, random_requests
 from oracle.heads import replay_heads
 from oracle.model import DenseLlama
 from oracle.tiny import make_tiny_llama
@@ -170,6 +170,21 @@ def test_layers_reach_blocks_of_the_host(engine, models, poisoned, layout):
 def test_prefixes_on_the_host_are_hits(engine, models, poisoned):
     """As long as the pool has the window at their end."""
     test_reach.check_agents(engine, 70, whole=False, model=models("windows-first"))
+
+
+@pytest.mark.parametrize("when", ["budget", "pressure"])
+def test_a_prefix_on_the_host_starves_no_request(engine, models, when):
+    """In the smallest pool, and in larger ones that hold the prefix, but not the windows beside it."""
+    options = dict(model=models("windows-first"), max_model_len=1024, max_num_batched_tokens=64)
+    for blocks in (28, 33, 38, 43):
+        server = engine({**test_reach.REACH, "when": when}, blocks=blocks, enable_prefix_caching=True, **options)
+        for turn in range(3):
+            server.llm.llm_engine.add_request(str(turn), {"prompt_token_ids": random_prompt(960)}, greedy(1))
+            done: list = []
+            for _ in range(100):
+                done += [output for output in server.llm.llm_engine.step() if output.finished]
+            assert [output.num_cached_tokens for output in done] == [928 * (turn > 0)]
+        test_reach.assert_nothing_left(server)
 
 
 @pytest.mark.both_runners("prompts")

@@ -125,7 +125,7 @@ class Reaching(Staging):
         tables, found = self._find(request, request.num_tokens - 1)
         if len(found) * size <= hit.tokens:
             return hit
-        if len(found) > (most := self._most(blocks, found)):
+        if len(found) > (most := self._most(request, blocks, found)):
             # A chunk of one token would read as a decode does.
             tables, found = self._find(request, request.num_tokens - 2)
         holes, room = self._divide(blocks, len(found), most)
@@ -158,7 +158,7 @@ class Reaching(Staging):
         numbers = map(self.pool.find, self._hashes(request))
         return list(tables), [(None if block is FROM_HOST else block, number) for block, number in zip(own, numbers)]
 
-    def _most(self, blocks: RequestBlocks, found: list[Any]) -> int:
+    def _most(self, request: Request, blocks: RequestBlocks, found: list[Any]) -> int:
         """Return the blocks of a prefix above which a request starts with holes."""
         limits = blocks.limits
         assert limits is not None  # it would be stock's
@@ -166,7 +166,8 @@ class Reaching(Staging):
             return limits.trigger
         # Blocks that other requests hold are shared.
         needed = sum(block is None or block.ref_cnt == 0 for block, _ in found)
-        fits = needed + self._manager.in_flight <= self.view.free_blocks
+        beside = sum(manager.most_blocks(request.num_tokens) for manager in self._scheduler.other_managers)
+        fits = needed + self._manager.in_flight + beside <= self.view.free_blocks
         return len(found) if fits else limits.budget
 
     def _divide(self, blocks: RequestBlocks, count: int, most: int) -> tuple[range, range]:
