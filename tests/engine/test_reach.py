@@ -24,6 +24,7 @@ from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.eval.score import score
 from vllm_evict.eval.sessions import Sessions
 from vllm_evict.integration.engine.reaching import Reaching
+from vllm_evict.integration.start.describe import kernels_line
 from vllm_evict.integration.worker.staging import _index_bytes
 
 #: Of 8 blocks 1 is of sinks, 5 are the room and 2 have recent tokens.
@@ -209,6 +210,9 @@ def test_a_context_is_computed_as_stock_computes_it(engine, poisoned, dtype):
 def test_without_exact_one_kernel_attends_for_prompts_that_outgrow_their_budget(engine, monkeypatch):
     """The plugin's, from the first chunk on. A request that fits its budget is stock's, to the bit."""
     subject, stock = engine({**REACH, "exact": False}, max_num_batched_tokens=96), engine(max_num_batched_tokens=96)
+    config = subject.llm.llm_engine.vllm_config
+    line = kernels_line(config, subject.scheduler.kv_policy, subject.worker.kv_evict, "CPU_ATTN")
+    assert "attends for requests with holes and " in line and " and prompts longer than their budget" in line
     attended, of_vllm = [], _custom_ops.cpu_attention_with_kv_cache
 
     def seen(*args, **kwargs):

@@ -11,6 +11,7 @@ from oracle.logits import make_assistant
 from parity import assert_like_oracle
 from PIL import Image
 from test_hybrids import NOISE, apart
+from test_reach import REACH, assert_reaches_like_dense
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_evict.config import KVPolicyError
@@ -145,16 +146,18 @@ def test_images_whose_tokens_attend_to_each_other_on_a_gpu_are_served(engine, tm
 
 
 @pytest.mark.oracle("images")
-@pytest.mark.both_runners
+@pytest.mark.both_runners("h2o-ngram", "h2o-assistant")
 @pytest.mark.parametrize("drafter", ["ngram", "assistant"])
-def test_drafts_beside_images_that_attend_to_each_other(engine, tmp_path, poisoned, drafter):
-    """Gemma 4, by n-grams and by its assistant, whose layers read the model's caches: none, some and then all drafts are right."""
+@pytest.mark.parametrize("name", ["h2o", "host"])
+def test_drafts_beside_images_that_attend_to_each_other(engine, tmp_path, poisoned, name, drafter):
+    """Gemma 4, by n-grams and by its assistant, whose layers read the model's caches: first no draft is right, then some are."""
     path = make_tiny(tmp_path / "gemma4", "gemma4")
     config, double = NGRAM, Drafter
     if drafter == "assistant":
         assistant = make_assistant(tmp_path / "assistant", path)
         config, double = {"num_speculative_tokens": DRAFTS, "model": str(assistant)}, LayeredDrafter
-    server = engine(POLICIES["h2o"], model=path, speculative_config=config, **OPTIONS)
+    policy, read = (REACH, {"read": 160, "hold": 3}) if name == "host" else (POLICIES["h2o"], {})
+    server = engine({**policy, **read}, model=path, speculative_config=config, **OPTIONS)
     dense, drafts, images = DenseImages(path, "gemma4"), double(server), [image(1), image(2, 196, 336)]
     for right in (0, "some"):
         drafts.right, before = right, accepted(server)
@@ -162,9 +165,14 @@ def test_drafts_beside_images_that_attend_to_each_other(engine, tmp_path, poison
         prompt = output.prompt_token_ids
         assert prompt.count(IMAGE) > 100
         dense.see(prompt, images)
-        assert assert_like_oracle(dense, prompt, output, trace, POLICIES["h2o"], atol=1e-4) > 4
+        if name == "host":
+            drafts.tell(prompt, trace)
+            assert assert_reaches_like_dense(None, prompt, output, trace, dense=dense, **read) > 4
+        else:
+            assert assert_like_oracle(dense, prompt, output, trace, policy, atol=1e-4) > 4
         kept = accepted(server)[0] - before[0]
-        assert kept < 5 if right == 0 else kept > 10
+        # With the host, choices by the queries of drafts soon lead to another answer.
+        assert kept < 5 if right == 0 else kept > (10 if name == "h2o" else 1)
         drafts.texts = [[*prompt, *output.outputs[0].token_ids]]
         server.llm.reset_prefix_cache()
     assert drafter == "ngram" or drafts.runs > 20

@@ -121,11 +121,6 @@ class Reach(Source):
         assert limits is not None  # it would be stock's
         return self._config.room(limits, shape.block_size)[0]
 
-    def _outgrows(self, tokens: int) -> bool:
-        """Return whether a prompt of so many tokens has blocks on the host at its end, whatever the pool has."""
-        limits = self._config.limits(self.block_size, tokens)
-        return limits is not None and tokens > limits.trigger * self.block_size
-
     @property
     def kept_bytes(self) -> int:
         """Bytes of the index on their device."""
@@ -154,7 +149,7 @@ class Reach(Source):
         """Forget requests that ended or start over. The next turn of a session goes on with what it has."""
         self._started = start.started if self.loads else frozenset()
         self.outgrowing -= start.gone
-        self.outgrowing.update(req_id for req_id, tokens in start.prompts.items() if self._outgrows(tokens))
+        self.outgrowing.update(each for each, n in start.prompts.items() if self._config.outgrows(self.block_size, n))
         for req_id in start.gone | start.resumed if self._of else ():
             if (its := self._of.pop(req_id, None)) is not None:
                 self._slots.append(its.slot)

@@ -151,6 +151,11 @@ class Sizes(Frozen):
             return Limits(budget, trigger, 0, 0)
         return Limits(budget, trigger, math.ceil(sizes["sink"] / block_size), sizes["recent"])
 
+    def outgrows(self: C, block_size: int, prompt_len: int) -> bool:
+        """Return whether a prompt of this length has holes at its end, whatever room the pool has."""
+        limits = self.limits(block_size, prompt_len)
+        return limits is not None and prompt_len > limits.trigger * block_size
+
     def became(self: C, block_size: int) -> str:
         """Return what the budget and `read` come to in blocks of this size, in words; "" if they stay."""
         return "; ".join(filter(None, (self._budget_became(block_size), self._read_became(block_size))))

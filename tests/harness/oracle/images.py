@@ -168,6 +168,7 @@ class DenseImages:
         kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
         self._layers = [layer for layer, its in enumerate(kinds) if its == "full_attention"]
         self.layers = len(self._layers)
+        self.scale = self.model.model.language_model.layers[self._layers[0]].self_attn.scaling
         self.full, self.dtype, self.head_dim = list(range(self.layers)), torch.float32, text.head_dim
         self._prompt, self._images = torch.zeros(0, dtype=torch.long), {}
         self._masks, self._window, self._probs = [], None, {}
@@ -213,6 +214,10 @@ class DenseImages:
         cache[:] = tokens, self._masks
         probs = torch.stack([self._probs[layer] for layer in self._layers])
         return logits, probs[:, :, first : len(tokens), : len(tokens)] if want_probs else None
+
+    def crop(self, cache, count):
+        """Drop the tokens after the first `count`."""
+        cache[:] = cache[0][:count], [seen[:, :count, :count] for seen in cache[1]]
 
     def seen_by(self, first):
         """What queries from the `first` on have seen: bool [Q, N]."""

@@ -90,6 +90,8 @@ def _decoded(config: KVPolicyConfig, runtime: "EvictionRuntime", measures: bool)
         named.append("measured requests with holes")
     if any(group.source.decodes and not group.source.reads_all for group in runtime.groups):
         named.append("requests that read blocks of the host" if config.reaches else "requests that read less")
+    if config.reaches and runtime.batch.takes_prompts:
+        named.append("prompts longer than their budget")
     return named
 
 
