@@ -54,6 +54,16 @@ def test_times_of_prompts_that_read_less_are_those_of_their_files(name):
     assert said in " ".join((ROOT / "docs/reach.md").read_text().split())
 
 
+def test_the_cost_of_the_host_beside_dropping_is_that_of_its_file():
+    runs = json.loads((ROOT / "benchmarks/results/performance/load-exact.json").read_text())["runs"]
+    page = " ".join((ROOT / "docs/reach.md").read_text().split())
+    for name, said in (("", "gives {} and {} of the throughput of `h2o`"), (" by boxes", "{} and {} by boxes")):
+        those = runs[f"full, reached{name}, budget"]
+        pairs = zip(runs["h2o ema, budget"], those, strict=True)
+        assert said.format(*(f"{h2o['cpu_seconds'] / own['cpu_seconds']:.2f}" for h2o, own in pairs)) in page
+        assert all(all(run["found"]) for run in those)
+
+
 def test_the_table_past_the_models_context_is_that_of_its_file(to_json):
     import endless
 
