@@ -6,6 +6,8 @@ load     random prompts for a Llama with random weights (benchmarks/models.py), 
          `prompts`, `warm`, `output`, `pool`, `block`, `chunk`, `sink`, `recent`, `budget` in tokens,
          `kv_bytes_per_token`, `gates` [L, Hkv], `dtype` of model and cache, `batches`: numbers of requests
 bfloat16 the same in bfloat16, all requests at once; as many tokens fit into the pool
+fp8      three times as many requests, all at once, in as many bytes: a cache of 8 bits holds four times the tokens;
+         `cache` is what OpenVINO calls one
 served   the same, with questions for the embedded model: the last `question` tokens of each prompt ask for its needle,
          and the first `answer` tokens of each output are kept
 needles  questions for the embedded model: `samples` with `context`, `question` and `max_tokens`, `length` of a
@@ -111,6 +113,8 @@ def write(folder: Path, sizes: Sizes) -> Path:
     }
     half = {"dtype": "bfloat16", "kv_bytes_per_token": SHAPE.kv_bytes_per_token(DTYPES["bfloat16"])}
     half = load | half | {"batches": [sizes.requests]}
+    many = 3 * sizes.requests
+    fp8 = load | {"prompts": random_prompts(many, sizes.prompt, SHAPE.vocab), "batches": [many], "cache": "u8"}
     (question,) = {len(ids) - sizes.length for ids in asked}
     served = load | {
         "model": str(NEEDLE),
@@ -134,5 +138,5 @@ def write(folder: Path, sizes: Sizes) -> Path:
         "sizes": {"samples": sizes.samples, "length": sizes.length, "depths": sizes.depths},
     }
     path = folder / "cases.json"
-    path.write_text(json.dumps({"load": load, "bfloat16": half, "served": served, "needles": needles}))
+    path.write_text(json.dumps({"load": load, "bfloat16": half, "fp8": fp8, "served": served, "needles": needles}))
     return path

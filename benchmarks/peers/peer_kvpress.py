@@ -19,6 +19,7 @@ SINGLE = ("KVzip",)
 #: other scores, so they decode as fast.
 LOADS = ["none", "StreamingLLM", "SnapKV", "ObservedAttention", "KVzip", "DuoAttention", "TOVA, while decoding too"]
 BFLOAT16 = ["none", "StreamingLLM", "SnapKV"]
+FP8: list[str] = []  # it has no pool whose bytes could be equal
 SERVED = ["none", "StreamingLLM", "SnapKV", "KeyDiff", "ObservedAttention", "DuoAttention"]
 NEEDLES = [
     *("none", "StreamingLLM", "SnapKV", "SnapKV, its defaults", "TOVA", "KeyDiff", "Knorm", "ObservedAttention"),

@@ -14,6 +14,7 @@ from common import Clock, Load, main, one_line
 CASES = {"full": None, "NORM_SUM": "NORM_SUM", "SUM": "SUM", "ADAPTIVE_RKV": "ADAPTIVE_RKV"}
 LOADS = ["full", "NORM_SUM", "ADAPTIVE_RKV"]
 BFLOAT16 = ["full", "NORM_SUM"]
+FP8 = ["full", "NORM_SUM"]
 SERVED = ["full", "SUM", "NORM_SUM"]
 NEEDLES = list(CASES)
 
@@ -44,7 +45,7 @@ def pipeline(spec: dict, name: str, blocks: int, requests: int, chunk: int, size
     precision = "bf16" if spec["dtype"] == "bfloat16" else "f32"
     options = {
         "INFERENCE_PRECISION_HINT": precision,
-        "KV_CACHE_PRECISION": precision,
+        "KV_CACHE_PRECISION": spec.get("cache", precision),
         "INFERENCE_NUM_THREADS": int(os.environ["OMP_NUM_THREADS"]),
     }
     return genai.ContinuousBatchingPipeline(converted(spec), config, "CPU", options)
@@ -53,7 +54,9 @@ def pipeline(spec: dict, name: str, blocks: int, requests: int, chunk: int, size
 def load(name: str, spec: dict) -> Iterator[Load]:
     prompts = spec["prompts"]
     sizes = spec["sink"], spec["recent"], spec["budget"]
-    pipe = pipeline(spec, name, spec["pool"] // spec["block"], len(prompts), spec["chunk"], sizes)
+    # Its scales and zero points of u8 come on top.
+    fit = spec["pool"] * (4 if spec.get("cache") == "u8" else 1)
+    pipe = pipeline(spec, name, fit // spec["block"], len(prompts), spec["chunk"], sizes)
     batch(pipe, spec["warm"], [spec["output"] // 8] * len(spec["warm"]), ends=False)
     for requests in spec["batches"]:
         row, clock = Load(name, requests), Clock()

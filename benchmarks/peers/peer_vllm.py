@@ -31,6 +31,11 @@ LOADS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "h2o": ({}, H2O),
 }
 BFLOAT16 = ("stock", "--kv-cache-dtype fp8", "sink-window", "h2o")
+#: As `LOADS`, of more requests.
+FP8 = {name: LOADS[name] for name in ("stock", "--kv-cache-dtype fp8", "h2o")} | {
+    "sink-window, fp8": ({"kv_cache_dtype": "fp8"}, WINDOW),
+    "h2o, fp8": ({"kv_cache_dtype": "fp8"}, H2O),
+}
 SNAPKV = {**H2O, "name": "snapkv"}
 #: As `LOADS`, of a load that asks for needles.
 SERVED = {name: LOADS[name] for name in ("stock", "--kv-cache-dtype fp8", "sink-window", "h2o")} | {
@@ -40,6 +45,8 @@ SERVED = {name: LOADS[name] for name in ("stock", "--kv-cache-dtype fp8", "sink-
     "tova, whole prompts": ({}, {**H2O, "name": "tova", "prompt": "whole"}),
     "full, host": ({}, {**H2O, "name": "full", "evict": "host", "host": "1GiB"}),
 }
+#: Cases of all parts that are timed.
+TIMED = LOADS | FP8 | SERVED
 TOKEN = {"granularity": "token", "buffer": 64}
 #: Sinks and recent tokens may go, as in kvpress.
 BARE = {**TOKEN, "protect": False}
@@ -68,7 +75,7 @@ NEEDLES: dict[str, tuple[str, dict[str, Any]]] = {
 def load(name: str, spec: dict) -> Iterator[Load]:
     from engines import make_llm, run_batch, scheduler_of
 
-    options, policy = (SERVED | LOADS)[name]
+    options, policy = TIMED[name]
     if policy is WINDOW:
         policy = {**WINDOW, "recent": spec["budget"] - WINDOW["sink"] - spec["block"]}
     elif policy is not None:

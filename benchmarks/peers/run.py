@@ -3,10 +3,10 @@
     python benchmarks/peers/run.py [--rounds 2] [--only kvpress vllm] [--parts load bfloat16] [--out out/peers]
 
 Every peer runs in an environment of its own (scripts/peers-env.sh). Loads run in turn for some rounds, each case of
-vLLM and each other peer in a process of its own: random prompts (`load`, and the same in `bfloat16`), then prompts that
-ask for needles (`served`). Then all answer the same questions (`needles`). A peer without an environment, and
-a case that a peer refuses, is a row with the reason. Writes peers.json with hardware, versions, command and all raw
-timings; table.py makes tables and a picture of it.
+vLLM and each other peer in a process of its own: random prompts (`load`; the same in `bfloat16`; three times as many
+for caches of 8 bits, `fp8`), then prompts that ask for needles (`served`). Then all answer the same questions
+(`needles`). A peer without an environment, and a case that a peer refuses, is a row with the reason. Writes peers.json
+with hardware, versions, command and all raw timings; table.py makes tables and a picture of it.
 """
 
 import argparse
@@ -75,7 +75,7 @@ class Peer:
 
 
 #: Parts of a run, and where a runner names the cases of each.
-PARTS = {"load": "LOADS", "bfloat16": "BFLOAT16", "served": "SERVED", "needles": "NEEDLES"}
+PARTS = {"load": "LOADS", "bfloat16": "BFLOAT16", "fp8": "FP8", "served": "SERVED", "needles": "NEEDLES"}
 PEERS = [
     Peer(peer_vllm, alone=True, few=("stock", "h2o", "--kv-offloading-size 1", "keydiff")),
     Peer(peer_openvino, few=("full", "NORM_SUM")),
@@ -85,7 +85,7 @@ PEERS = [
 
 def run_peer(peer: Peer, what: str, path: Path, names: list[str], options: argparse.Namespace) -> dict:
     """What a runner wrote; if it failed as a whole, an error for each of its cases."""
-    stock = peer.alone and what != "needles" and (peer_vllm.SERVED | peer_vllm.LOADS)[names[0]][1] is None
+    stock = peer.alone and what != "needles" and peer_vllm.TIMED[names[0]][1] is None
     environment = {
         **{**ENVIRONMENT, "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"},
         **{**os.environ, "OMP_NUM_THREADS": str(options.threads)},

@@ -26,6 +26,7 @@ OWN = ("stock", "--", "prefix caching")
 FILES = {
     "load": "peers-load.json",
     "bfloat16": "peers-bfloat16.json",
+    "fp8": "peers-fp8.json",
     "needles": "peers-answers.json",
     "served": "peers-served.json",
 }
@@ -224,6 +225,8 @@ def tables(report: dict) -> dict[str, str]:
         found["1 request"] = load_table(report["load"], missing, 1)
     if "bfloat16" in report:
         found[f"{most} requests in bfloat16"] = load_table(report["bfloat16"], missing)
+    if "fp8" in report:
+        found["caches of 8 bits"] = load_table(report["fp8"], missing)
     if "needles" in report:
         found["answers before the question"] = answers_table(report, "kvpress", METHODS)
         found["answers with the question in sight"] = answers_table(report, "openvino", AWARE)

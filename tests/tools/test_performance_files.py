@@ -188,3 +188,26 @@ def test_the_tables_of_the_scheduler_are_those_of_their_file(to_json):
     report = json.loads((ROOT / "benchmarks/results/performance/scale.json").read_text())
     for table in scale.page_tables(report):
         assert "\n".join(table) in (ROOT / "docs/results.md").read_text()
+
+
+@pytest.mark.parametrize("part", ["load", "bfloat16", "fp8", "needles", "served"])
+def test_the_tables_of_peers_are_those_of_their_files(to_json, monkeypatch, part):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks/peers"))
+    table, page = importlib.import_module("table"), (ROOT / "docs/results.md").read_text()
+    report = json.loads((ROOT / "benchmarks/results/performance" / table.FILES[part]).read_text())
+    assert table.published(page, report) == page
+
+
+def test_fp8_caches_beside_the_peers_are_as_the_page_says():
+    rows = json.loads((ROOT / "benchmarks/results/performance/peers-fp8.json").read_text())["fp8"]
+    rates = {}
+    for row in (*rows["vllm"], *rows["openvino"]):
+        rates.setdefault(row["case"], []).append(row["output_tokens"] / row["seconds"])
+    page = " ".join((ROOT / "docs/results.md").read_text().split())
+    for case, form, said in (
+        ("stock", ".1f", "{} times as many tokens as stock vLLM in float32 (rounds: {})"),
+        ("--kv-cache-dtype fp8", ".1f", "{} times those of an fp8 cache that keeps all tokens ({})"),
+        ("NORM_SUM", ".2f", "{} of those of OpenVINO ({})"),
+    ):
+        ratios = [ours / theirs for ours, theirs in zip(rates["h2o, fp8"], rates[case], strict=True)]
+        assert said.format(f"{median(ratios):{form}}", ", ".join(f"{each:{form}}" for each in ratios)) in page
