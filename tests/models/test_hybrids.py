@@ -126,9 +126,11 @@ def test_evictions_match_the_dense_oracle(engine, hybrids):
 
 
 @pytest.mark.both_runners
-def test_prefixes_on_the_host_are_hits(engine, hybrids, poisoned):
-    """Not of LFM2, whose convolutions stock vLLM computes otherwise after a hit."""
-    test_reach.check_agents(engine, 60, **hybrids("qwen3_next"))
+@pytest.mark.parametrize("kind, blocks", [("falcon_h1", 24), ("qwen3_next", 60)])
+def test_prefixes_on_the_host_are_hits(engine, hybrids, whole_chunks, poisoned, kind, blocks):
+    """With their states, which leave a small pool as early as they do. Not of LFM2, whose convolutions stock vLLM
+    computes otherwise after a hit."""
+    test_reach.check_agents(engine, blocks, **hybrids(kind))
 
 
 @pytest.mark.oracle("hybrids")

@@ -29,17 +29,22 @@ class Arriving:
 
     Attributes:
         numbers: logical block -> host block, ascending, of what it takes from the host.
-        holes: of these, blocks that stay there.
+        beside: KV group of vLLM -> the same of other groups, all of which comes to the device.
+        holes: of `numbers`, blocks that stay there.
         room: of these, blocks whose place layers fill.
-        from_host: how many blocks of its prefix the device does not have.
-        coming: logical block -> block of the device, of all but the holes; empty until the request starts.
+        from_host: how many blocks of its prefix the device does not have, in all groups.
     """
 
     numbers: dict[int, int]
+    beside: dict[int, dict[int, int]] = field(default_factory=dict)
     holes: range = range(0)
     room: range = range(0)
     from_host: int = 0
-    coming: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def used(self) -> list[int]:
+        """Host blocks, of all groups."""
+        return [number for each in (self.numbers, *self.beside.values()) for number in each.values()]
 
 
 @dataclass(slots=True)

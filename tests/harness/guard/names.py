@@ -65,6 +65,7 @@ REPLACED = {
     },
     "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": {
         "integration.engine.allocation:before_giving_up": "get_num_blocks_to_allocate",
+        "integration.engine.allocation:take_from_host": "allocate_new_computed_blocks",
     },
     "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager": {
         "integration.engine.managers:EvictableManager": "__init__ find_longest_cache_hit add_local_computed_blocks "

@@ -4,6 +4,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
+from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_evict.core.actions import Action
@@ -115,7 +116,7 @@ class HostInvariants:
         for req_id, resident in manager.residents.items():
             residence, table = resident.residence, manager.req_to_blocks.get(req_id, ())
             users.update(residence.host.values())
-            users.update(residence.arriving.numbers.values() if residence.arriving else ())
+            users.update(residence.arriving.used if residence.arriving else ())
             row = self.worker.rows.get(req_id)
             if residence.host and (row is None or row.on_host != residence.host):
                 raise Fault("host", f"{req_id}: the scheduler has {residence.host} on the host, worker: {row}")
@@ -129,12 +130,11 @@ class HostInvariants:
         if pool._numbers != {block_hash: number for number, block_hash in pool._hashes.items()}:
             raise Fault("host", f"hashes {pool._hashes}, numbers {pool._numbers}")
         coming = {copy.number for copy in self.scheduler.next_plan.orders if isinstance(copy, Copy)}
-        for number, block_hash in pool._hashes.items():
+        for number, key in pool._hashes.items():
             if number in coming:
                 continue
-            meaning = self._meaning.get(block_hash)
-            group = manager.kv_cache_group_id
-            if meaning is None or (self.worker.host.memory[number] != meaning + SALTS[group]).any():
+            meaning, salt = self._meaning.get(get_block_hash(key)), SALTS[get_group_id(key)]
+            if meaning is None or (self.worker.host.memory[number] != meaning + salt).any():
                 raise Fault("purity", f"host block {number} holds something else than its hash says")
 
     def _watch_host(self) -> None:

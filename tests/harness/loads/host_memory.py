@@ -61,7 +61,7 @@ class HostMemory:
                 is_hole = manager.req_to_blocks[req_id][logical].is_null
                 assert is_hole != in_room, f"{req_id} has block {logical}, and on the host"
                 users[number] += 1
-            users.update(residence.arriving.numbers.values() if residence.arriving else ())
+            users.update(residence.arriving.used if residence.arriving else ())
         assert users == pool._users and not users.keys() & pool._unused.keys()
         assert pool._numbers == {block_hash: number for number, block_hash in pool._hashes.items()}
         assert pool._unused.keys() <= pool._hashes.keys() <= users.keys() | pool._unused.keys()

@@ -129,12 +129,14 @@ class Published:
         self._slices = [[each for each in slices if each.layer in stock.layers] for slices in slices_of(engine)]
         self._tokens, self._pages = {}, {}
         (self._reaching,) = engine.scheduler.mechanisms.of(Reaching) or (None,)
-        #: Of host blocks that layers read, as `_slices`.
+        #: Of host blocks, as `_slices`.
         self._on_host = []
         if self._reaching:
-            own, (manager,) = part_of(engine.runtime, Offload).blocks.own, engine.scheduler.kv_managers
-            slices = self._slices[manager.kv_cache_group_id]
-            self._on_host = [replace(each, cache=numbers(page)) for each, page in zip(slices, own)]
+            own = part_of(engine.runtime, Offload).blocks.own
+            # The first layer of each group has the first page of a block, and so on.
+            self._on_host = [
+                [replace(each, cache=numbers(page)) for each, page in zip(slices, own)] for slices in self._slices
+            ]
         #: "pages" that were compared, "bit-equal" ones, and the "worst" difference.
         self.counts = Counter()
         pool = engine.pool
@@ -165,7 +167,7 @@ class Published:
         """
         cached = [(get_group_id(key), get_block_hash(key), found) for key, found in self._cached()]
         hosted = self._hosted() if self._on_host else {}
-        alive = {block_hash for _, block_hash, _ in cached} | hosted.keys()
+        alive = {block_hash for _, block_hash, _ in cached} | set(map(get_block_hash, hosted))
         self._tokens = {block_hash: tokens for block_hash, tokens in self._tokens.items() if block_hash in alive}
         self._pages = {prefix: pages for prefix, pages in self._pages.items() if prefix in set(self._tokens.values())}
         # Stock's run of a prefix gives the pages of its own prefixes too.
@@ -175,13 +177,13 @@ class Published:
         for group, block_hash, blocks in cached:
             for block in blocks:
                 self._compare_all(self._slices[group], block.block_id, block_hash, tolerance)
-        for block_hash, number in hosted.items():
-            self._compare_all(self._on_host, number, block_hash, tolerance)
+        for key, number in hosted.items():
+            self._compare_all(self._on_host[get_group_id(key)], number, get_block_hash(key), tolerance)
 
     def _hosted(self):
-        """Hash -> host block, of those that can be hit; the next plan writes others."""
+        """Hash with its group -> host block, of those that can be hit; the next plan writes others."""
         pool, coming = self._reaching.pool, {copy.number for copy in self.engine.scheduler.next_plan.orders}
-        return {block_hash: number for block_hash, number in pool._numbers.items() if number not in coming}
+        return {key: number for key, number in pool._numbers.items() if number not in coming}
 
     def _compare_all(self, slices, block, block_hash, tolerance):
         prefix = self._tokens[block_hash]

@@ -115,7 +115,7 @@ class Staging(Mechanism):
         """Let go what a request would have started with, if it has not started."""
         if (arriving := blocks.residence.arriving) is not None:
             blocks.residence.arriving = None
-            self.pool.leave(self.view.next_plan, list(arriving.numbers.values()))
+            self.pool.leave(self.view.next_plan, arriving.used)
 
 
 def staging_blocks(max_model_len: int, block_size: int) -> int:

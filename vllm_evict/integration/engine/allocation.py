@@ -12,6 +12,7 @@ from typing import Any
 from ...config import KVPolicyConfig
 from ...core.mechanisms import Mechanism
 from ...core.mechanisms.base import verified
+from .managers import FROM_HOST
 from .view import EngineView
 
 
@@ -57,6 +58,34 @@ def before_giving_up(cache: Any, make_room: Callable[..., bool]) -> None:
 
     cache.allocate_slots = allocate_slots
     cache.coordinator.get_num_blocks_to_allocate = get_num_blocks_to_allocate
+
+
+def take_from_host(cache: Any) -> None:
+    """Give a request that starts new blocks of the pool in the place of each `FROM_HOST` among its cached blocks.
+
+    Its other cached blocks are held meanwhile, in all KV groups: the next free blocks may be among them.
+
+    Args:
+        cache: vLLM's `KVCacheManager`, of one scheduler.
+    """
+    allocate, pool = cache.coordinator.allocate_new_computed_blocks, cache.block_pool
+
+    @wraps(allocate)
+    def allocate_new_computed_blocks(request_id: str, new_computed_blocks: Any, *args: Any, **kwargs: Any) -> None:
+        hits = [block for blocks in new_computed_blocks for block in blocks if not block.is_null]
+        if missing := sum(block is FROM_HOST for block in hits):
+            held = [block for block in hits if block is not FROM_HOST]
+            pool.touch(held)
+            new = pool.get_new_blocks(missing)
+            # vLLM takes all of them out of the free queue again.
+            pool.free_blocks([*new, *reversed(held)])
+            its = iter(new)
+            new_computed_blocks = tuple(
+                [next(its) if block is FROM_HOST else block for block in blocks] for blocks in new_computed_blocks
+            )
+        allocate(request_id, new_computed_blocks, *args, **kwargs)
+
+    cache.coordinator.allocate_new_computed_blocks = allocate_new_computed_blocks
 
 
 class Reads(Mechanism):

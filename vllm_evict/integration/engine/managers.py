@@ -19,7 +19,6 @@ from vllm.v1.core.single_type_kv_cache_manager import (
 from vllm.v1.request import Request
 
 from ...core.blocks import RequestBlocks
-from ...core.residence import Arriving
 from ..start import versions
 
 #: In what vLLM takes for a hit of the prefix cache: a block that comes from the host, into one that is free.
@@ -52,6 +51,16 @@ def hole_aware(manager: Any) -> Any:
 
         def publish_end(self, request: Request) -> None:
             """Publish what a hit needs at the last pure block of a request, if vLLM has not done so."""
+
+        def needed(self, request_id: str, tokens: int) -> list[int]:
+            """Return the published blocks of a request that a hit of its first tokens needs, or of one block less.
+
+            A prompt that is sent again computes its last token; beside a drafter's layers a hit drops its last block.
+            """
+            end = tokens // self.block_size
+            first = self.get_num_skipped_tokens(end * self.block_size) // self.block_size - 1
+            blocks = self.req_to_blocks.get(request_id, ())[max(first, 0) : end]
+            return [block.block_id for block in blocks if block.block_hash is not None]
 
     return HoleAware
 
@@ -231,37 +240,14 @@ class EvictableManager(FullAttentionManager):
     def add_local_computed_blocks(
         self, request_id: str, new_computed_blocks: Sequence[KVCacheBlock], *args: Any, **kwargs: Any
     ) -> None:
-        blocks = self.residents.get(request_id)
-        if blocks is not None and (arriving := blocks.residence.arriving) is not None:
-            self._arrive(request_id, arriving, new_computed_blocks)
-            return
         super().add_local_computed_blocks(request_id, new_computed_blocks, *args, **kwargs)
         there = np.flatnonzero([not block.is_null for block in new_computed_blocks])
-        if len(there) < len(new_computed_blocks):
+        resident = self.residents.get(request_id)
+        if resident is not None and resident.residence.arriving is not None:
+            resident.residence.adopt(there, len(new_computed_blocks))
+            self._count(resident, len(there))
+        elif len(there) < len(new_computed_blocks):
             self.residents[request_id].adopt(there, len(new_computed_blocks))
-
-    def _arrive(self, request_id: str, arriving: Arriving, blocks: Sequence[KVCacheBlock]) -> None:
-        """Give a request that starts its prefix: new blocks in the place of each `FROM_HOST`, and holes."""
-        arriving.coming = self._extend_table(request_id, blocks)
-        self.num_cached_block[request_id] = len(blocks)
-        resident = self.residents[request_id]
-        there = np.flatnonzero([not block.is_null for block in blocks])
-        resident.residence.adopt(there, len(blocks))
-        self._count(resident, len(there))
-
-    def _extend_table(self, request_id: str, blocks: Sequence[KVCacheBlock]) -> dict[int, int]:
-        """Put blocks into a request's table, and new ones in the place of each `FROM_HOST`.
-
-        Returns:
-            Logical block -> physical block of the new ones, ascending.
-        """
-        self.block_pool.touch([block for block in blocks if block is not FROM_HOST and not block.is_null])
-        places = [index for index, block in enumerate(blocks) if block is FROM_HOST]
-        new, table = self.block_pool.get_new_blocks(len(places)), list(blocks)
-        for index, block in zip(places, new):
-            table[index] = block
-        self.req_to_blocks[request_id].extend(table)
-        return {index: block.block_id for index, block in zip(places, new)}
 
     def allocate_external_computed_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> None:
         super().allocate_external_computed_blocks(request_id, *args, **kwargs)

@@ -1,11 +1,17 @@
 """Moves blocks of requests to the host, where layers read them, and lets other requests start with these blocks."""
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
 from typing import Any
 
-from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_block_hash, get_group_id, resolve_block_hashes
+import numpy as np
+from vllm.v1.core.kv_cache_utils import (
+    KVCacheBlock,
+    get_group_id,
+    make_block_hash_with_group_id,
+    resolve_block_hashes,
+)
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
@@ -19,9 +25,10 @@ from ...core.reached import ReachedPool
 from ...core.residence import Arriving
 from ...environment import poison_mode
 from ..start.attending import kv_heads
+from .allocation import take_from_host
 from .hits import Hit
 from .managers import FROM_HOST
-from .spec import alike_bytes, host_blocks
+from .spec import alike_bytes, covers, host_blocks
 from .view import EngineView
 
 
@@ -31,6 +38,9 @@ class Reaching(Staging):
     A block goes to the host when its request is above its budget, or when the pool hands out a block of the prefix
     cache. A request whose prefix is longer than its budget starts with a room, and with holes whose blocks layers read
     on the host. A shorter prefix is copied to the device.
+
+    Windows and states beside them publish far more blocks than hits need. Of these go to the host what hits need at the
+    end of a prompt, where a request ended or read less for the first time, and where one has hit a prefix.
 
     Args:
         scheduler: an `EvictionMixin`, with one KV group.
@@ -49,8 +59,17 @@ class Reaching(Staging):
         self._caches = pool.enable_caching and alike and scheduler.connector is None
         #: Whether vLLM's lookup of a prefix finds blocks of the host, too.
         self._finds = False
+        groups = scheduler.kv_cache_config.kv_cache_groups
+        own = groups[self._manager.kv_cache_group_id]
+        #: Managers of other KV groups whose blocks go to the host, too: a copy of a block has all that is theirs.
+        self._beside = [
+            each for each in scheduler.other_managers if self._caches and covers(own, groups[each.kv_cache_group_id])
+        ]
+        #: Blocks of these groups that are worth host memory, while they are in the prefix cache.
+        self._ends: set[int] = set()
         if self._caches:
             self._watch(pool)
+            take_from_host(self._cache)
 
     @property
     def described(self) -> str:
@@ -64,44 +83,57 @@ class Reaching(Staging):
 
     def _watch(self, pool: Any) -> None:
         """Keep blocks that leave the prefix cache, as the pool hands them out, and let lookups find them."""
-        evict, cached, group = pool._maybe_evict_cached_block, pool.get_cached_block, self._manager.kv_cache_group_id
+        evict, cached, own = pool._maybe_evict_cached_block, pool.get_cached_block, self._manager.kv_cache_group_id
 
         @wraps(evict)
         def evicted(block: KVCacheBlock) -> bool:
-            if block.block_hash is not None and get_group_id(block.block_hash) == group:
-                block_hash = get_block_hash(block.block_hash)
-                self.pool.keep(self.view.next_plan, self._manager.number, block_hash, block.block_id)
+            key, block_id = block.block_hash, block.block_id
+            if key is not None and (get_group_id(key) == own or block_id in self._ends):
+                self.pool.keep(self.view.next_plan, self._manager.number, key, block_id)
+            self._ends.discard(block_id)
             return bool(evict(block))
 
         @wraps(cached)
         def found(block_hash: Any, kv_cache_group_ids: list[int]) -> list[KVCacheBlock] | None:
             blocks: list[KVCacheBlock] | None = cached(block_hash, kv_cache_group_ids)
-            looks = blocks is None and self._finds and kv_cache_group_ids == [group]
-            return [FROM_HOST] if looks and self.pool.find(block_hash) is not None else blocks
+            if blocks is not None or not self._finds:
+                return blocks
+            each = []
+            for group in kv_cache_group_ids:
+                if blocks := cached(block_hash, [group]):
+                    each += blocks
+                elif self.pool.find(make_block_hash_with_group_id(block_hash, group)) is not None:
+                    each.append(FROM_HOST)
+                else:
+                    return None
+            return each
 
         pool._maybe_evict_cached_block, pool.get_cached_block = evicted, found
 
-    def _hashes(self, request: Request) -> Sequence[Hashable]:
-        """Return the hashes of a request's full blocks."""
+    def _hashes(self, request: Request, manager: Any) -> Sequence[Any]:
+        """Return the hashes of a request's full blocks in one KV group."""
         if not self._caches:
             return ()
-        size = self._manager.block_size
-        return resolve_block_hashes(request.block_hashes, self._cache.block_pool.hash_block_size, size)
+        return resolve_block_hashes(request.block_hashes, self._cache.block_pool.hash_block_size, manager.block_size)
+
+    def _key(self, block_hash: Any) -> Hashable:
+        """Return the key on the host of a block of the scheduler's own group."""
+        return make_block_hash_with_group_id(block_hash, self._manager.kv_cache_group_id)
 
     def before_apply(self, action: Action) -> Action | None:
         """Return the part of an action that the host has room for. A request keeps its other blocks on the device."""
         if not isinstance(action, Unload):
             return action
         there = len(action.writes)
-        fits = self.pool.fitting(self._pure_hashes(action))
+        fits = self.pool.fitting(self._pure_keys(action))
         return replace(action, holes=action.holes[: fits - there]) if fits > there else None
 
-    def _pure_hashes(self, action: Unload) -> list[Hashable]:
-        """Return the hashes of the blocks that an action moves; None for those of tokens that are not pure."""
+    def _pure_keys(self, action: Unload) -> list[Hashable]:
+        """Return the keys of the blocks that an action moves; None for those of tokens that are not pure."""
         blocks = self._manager.residents[action.req_id]
-        hashes, pure = self._hashes(self._scheduler.requests[action.req_id]), blocks.pure_tokens
+        hashes, pure = self._hashes(self._scheduler.requests[action.req_id], self._manager), blocks.pure_tokens
         known = len(hashes) if pure is None else min(pure // blocks.block_size, len(hashes))
-        return [hashes[index] if index < known else None for index in _moved(action)]
+        return [self._key(hashes[index]) if index < known else None for index in _moved(action)]
 
     def on_applied(self, applied: Applied) -> None:
         super().on_applied(applied)
@@ -112,8 +144,8 @@ class Reaching(Staging):
             room = RoomOf(int(action.writes[0]), len(action.writes), action.recent)
             self.view.next_plan.groups[action.group].rooms[action.req_id] = room
         moved, before = _moved(action), blocks.state.counts["spilled"]
-        physical, hashes = [applied.before[block] for block in moved], self._pure_hashes(action)
-        self.pool.spill(self.view.next_plan, action.req_id, action.group, blocks, moved, physical, hashes)
+        physical, keys = [applied.before[block] for block in moved], self._pure_keys(action)
+        self.pool.spill(self.view.next_plan, action.req_id, action.group, blocks, moved, physical, keys)
         self._scheduler.tally.add(blocks.policy, spilled=blocks.state.counts["spilled"] - before)
 
     def on_hit(self, request: Request, hit: Hit) -> Hit:
@@ -129,10 +161,13 @@ class Reaching(Staging):
             # A chunk of one token would read as a decode does.
             tables, found = self._find(request, request.num_tokens - 2)
         holes, room = self._divide(blocks, len(found), most)
-        if len(found) * size <= hit.tokens or (numbers := self._hold(request, found, (*room, *holes))) is None:
+        if len(found) * size <= hit.tokens:
             return hit
-        from_host = sum(block is None for block, _ in found)
-        blocks.residence.arriving = Arriving(numbers, holes, room, from_host)
+        beside = self._on_host_beside(request, tables)
+        if (numbers := self._hold(request, found, (*room, *holes), beside)) is None:
+            return hit
+        from_host = sum(block is None for block, _ in found) + sum(map(len, beside.values()))
+        blocks.residence.arriving = Arriving(numbers, beside, holes, room, from_host)
         self._arriving[request.request_id] = blocks
         table = [FROM_HOST if index in numbers else block for index, (block, _) in enumerate(found)]
         for index in holes:
@@ -142,8 +177,6 @@ class Reaching(Staging):
 
     def _find(self, request: Request, most: int) -> tuple[list[Any], list[tuple[KVCacheBlock | None, int | None]]]:
         """Return the longest prefix, of at most so many tokens, that is on the device or on the host.
-
-        Layers with windows or states have their part of it on the device.
 
         Returns:
             The blocks of each of vLLM's KV groups, and where those of the scheduler's group are: in the prefix cache,
@@ -155,8 +188,21 @@ class Reaching(Staging):
         finally:
             self._finds = False
         own = tables[self._manager.kv_cache_group_id]
-        numbers = map(self.pool.find, self._hashes(request))
+        numbers = (self.pool.find(self._key(each)) for each in self._hashes(request, self._manager))
         return list(tables), [(None if block is FROM_HOST else block, number) for block, number in zip(own, numbers)]
+
+    def _on_host_beside(self, request: Request, tables: Sequence[Any]) -> dict[int, dict[int, int]]:
+        """Return what other groups take from the host, of the blocks that `_find` found: as `Arriving.beside`."""
+        beside = {}
+        for manager in self._beside:
+            group, hashes = manager.kv_cache_group_id, self._hashes(request, manager)
+            beside[group] = {
+                index: number
+                for index, block in enumerate(tables[group])
+                if block is FROM_HOST
+                and (number := self.pool.find(make_block_hash_with_group_id(hashes[index], group))) is not None
+            }
+        return beside
 
     def _most(self, request: Request, blocks: RequestBlocks, found: list[Any]) -> int:
         """Return the blocks of a prefix above which a request starts with holes."""
@@ -179,31 +225,37 @@ class Reaching(Staging):
         first = limits.sink + blocks.config.room(limits, blocks.block_size)[0]
         return range(first, first + count - limits.budget), range(limits.sink, first)
 
-    def _hold(self, request: Request, found: list[Any], on_host: Iterable[int]) -> dict[int, int] | None:
+    def _hold(
+        self, request: Request, found: list[Any], on_host: Iterable[int], beside: Mapping[int, Mapping[int, int]]
+    ) -> dict[int, int] | None:
         """Use the blocks of the host that a request starts with; those in `on_host` are copied there if they are not.
+
+        `beside` has those of other groups, which are there.
 
         Returns:
             Logical block -> host block, ascending; None, with none in use, if the host has no room.
         """
-        wanted, plan, hashes = set(on_host), self.view.next_plan, self._hashes(request)
+        wanted, plan, hashes = set(on_host), self.view.next_plan, self._hashes(request, self._manager)
         numbers = {
             index: number
             for index, (block, number) in enumerate(found)
             if number is not None and (block is None or index in wanted)
         }
-        for number in numbers.values():
+        used = [*numbers.values(), *(number for each in beside.values() for number in each.values())]
+        for number in used:
             self.pool.use(number)
         for index in sorted(wanted - numbers.keys()):
             physical = found[index][0].block_id
             kept = (
-                self.pool.keep(plan, self._manager.number, hashes[index], physical)
+                self.pool.keep(plan, self._manager.number, self._key(hashes[index]), physical)
                 if self._settled(index, physical)
                 else None
             )
             if kept is None:
-                self.pool.leave(plan, list(numbers.values()))
+                self.pool.leave(plan, used)
                 return None
             self.pool.use(kept)
+            used.append(kept)
             numbers[index] = kept
         return dict(sorted(numbers.items()))
 
@@ -223,29 +275,59 @@ class Reaching(Staging):
 
     def on_start(self, plan: EvictionPlan, req_id: str, blocks: Sequence[RequestBlocks]) -> bool:
         """Order workers to bring what a request has on the device from the host, and to read the rest there."""
-        (its,), manager = blocks, self._manager
+        (its,), manager, request = blocks, self._manager, self._scheduler.requests[req_id]
         if (arriving := its.residence.arriving) is None:
             return False
         del self._arriving[req_id]
         its.residence.arriving, numbers, room = None, arriving.numbers, arriving.room
-        plan.use(arriving.coming.values())
-        fetched = {index: block for index, block in arriving.coming.items() if index not in room}
-        plan.orders += [Copy("", manager.number, "fetch", block, numbers[index]) for index, block in fetched.items()]
-        table = manager.req_to_blocks[req_id]
-        count = its.residence.known
-        self._cache.block_pool.cache_full_blocks(
-            self._scheduler.requests[req_id], table, 0, count, manager.block_size, manager.kv_cache_group_id,
-            block_mask=[index in fetched for index in range(count)],
-        )  # fmt: skip
+        stay = {*room, *arriving.holes}
+        fetched = [
+            *((each, arriving.beside[each.kv_cache_group_id]) for each in self._beside),
+            (manager, {index: number for index, number in numbers.items() if index not in stay}),
+        ]
+        for each, there in fetched:
+            self._fetch(plan, request, each, there)
         if len(room):
             assert its.limits is not None
             recent = its.config.room(its.limits, its.block_size)[1]
             plan.groups[manager.number].rooms[req_id] = RoomOf(room.start, len(room), recent)
+            plan.use(manager.blocks_at(req_id, np.array(room)))
             there = {index: numbers[index] for index in (*room, *arriving.holes)}
             self.pool.give(plan, req_id, manager.number, its, there)
-        self.pool.leave(plan, [numbers[index] for index in fetched])
+        self.pool.leave(plan, [number for _, there in fetched for number in there.values()])
         self.view.count(its, hit=arriving.from_host)
         return False
+
+    def _fetch(self, plan: EvictionPlan, request: Request, manager: Any, numbers: Mapping[int, int]) -> None:
+        """Order workers to copy host blocks, {logical block: host block}, to a request's table, and publish them."""
+        table = manager.req_to_blocks[request.request_id]
+        there = {table[index].block_id: number for index, number in numbers.items() if not table[index].is_null}
+        plan.use(there)
+        plan.orders += [Copy("", self._manager.number, "fetch", block, number) for block, number in there.items()]
+        first, end = min(numbers, default=0), max(numbers, default=-1) + 1
+        self._cache.block_pool.cache_full_blocks(
+            request, table, first, end, manager.block_size, manager.kv_cache_group_id,
+            block_mask=[index in numbers for index in range(first, end)],
+        )  # fmt: skip
+
+    def on_scheduled(self, plan: EvictionPlan, tokens: Mapping[str, int]) -> None:
+        super().on_scheduled(plan, tokens)
+        for req_id, count in tokens.items() if self._beside else ():
+            request, its = self._scheduler.requests[req_id], self._manager.residents[req_id]
+            first, prompt = request.num_computed_tokens - count, request.num_prompt_tokens
+            if first in (its.first_query, its.pure_tokens):  # it starts, or reads less for the first time
+                self._note_end(req_id, first)
+            if first < prompt <= first + count:
+                self._note_end(req_id, prompt)
+
+    def on_free(self, request: Request) -> None:
+        super().on_free(request)
+        self._note_end(request.request_id, request.num_computed_tokens)
+
+    def _note_end(self, req_id: str, tokens: int) -> None:
+        """Note what other groups need for hits that end after so many tokens of a request."""
+        for manager in self._beside:
+            self._ends.update(manager.needed(req_id, tokens))
 
     def before_output(self, output: ModelRunnerOutput) -> None:
         """Count what layers have read on the host."""

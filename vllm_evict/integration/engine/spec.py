@@ -4,7 +4,13 @@ import math
 from dataclasses import dataclass, replace
 
 from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MLAAttentionSpec,
+)
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from ...config import KVPolicyConfig, KVPolicyError
@@ -81,6 +87,18 @@ def most_blocks(vllm_config: VllmConfig, config: KVPolicyConfig, block_size: int
         return math.ceil(longest / block_size)
     # Eviction follows the step, so a request holds whole chunks on top while steps are in flight.
     return bound + math.ceil((vllm_config.max_in_flight_tokens + lookahead(vllm_config)) / block_size) + 1
+
+
+def covers(group: KVCacheGroupSpec, other: KVCacheGroupSpec) -> bool:
+    """Return whether the layers of a KV group have all bytes that another group has in its blocks.
+
+    A block is of one group at a time. In it the first layer of each group has the same bytes, and so on.
+    """
+    spec, its = group.kv_cache_spec, other.kv_cache_spec
+    padded = getattr(spec, "page_size_padded", None) is not None
+    return (
+        len(other.layer_names) <= len(group.layer_names) and spec.page_size_bytes == its.page_size_bytes and not padded
+    )
 
 
 def alike_bytes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, number: int) -> int:
