@@ -131,6 +131,10 @@ def test_layers_beside_shorter_chunks_choose_what_they_read(engine, tmp_path, po
         test_read.check_shorter(engine, model=model)
 
 
+def test_prefixes_on_the_host_are_hits_beside_shorter_chunks(engine, tmp_path, poisoned):
+    test_reach.check_agents(engine, 30, model=make_tiny(tmp_path / "model", "llama4_text"))
+
+
 @pytest.mark.parametrize("backend", [on("triton"), on("fa3")], indirect=True)
 def test_the_plugins_kernels_decode_such_layers(server, backend, long):
     check_evictions(lambda policy, **options: server(policy, max_model_len=LONGEST, **options), long, "h2o")

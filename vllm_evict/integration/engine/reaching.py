@@ -307,7 +307,8 @@ class Reaching(Staging):
         first, end = min(numbers, default=0), max(numbers, default=-1) + 1
         self._cache.block_pool.cache_full_blocks(
             request, table, first, end, manager.block_size, manager.kv_cache_group_id,
-            block_mask=[index in numbers for index in range(first, end)],
+            # vLLM has published the state at the end of a prompt.
+            block_mask=[index in numbers and table[index].block_hash is None for index in range(first, end)],
         )  # fmt: skip
 
     def on_scheduled(self, plan: EvictionPlan, tokens: Mapping[str, int]) -> None:
