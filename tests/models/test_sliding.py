@@ -173,6 +173,13 @@ def test_prefixes_on_the_host_are_hits(engine, models, poisoned, layout):
     test_reach.check_agents(engine, 45, model=models(layout))
 
 
+def test_windows_of_more_layers_than_full_attention_stay_on_the_device(engine, tmp_path, poisoned):
+    """A host block has no place for their fourth layer. While the pool has the window a prefix is a hit."""
+    windows = [WINDOW, WINDOW, WINDOW, 0, WINDOW, 0, 0]
+    model = make_tiny_llama(tmp_path / "model", layers=len(windows), windows=windows)
+    test_reach.check_agents(engine, 45, whole=False, model=model)
+
+
 @pytest.mark.parametrize("when", ["budget", "pressure"])
 def test_a_prefix_on_the_host_starves_no_request(engine, models, when):
     """In the smallest pool, and in larger ones that hold the prefix, but not the windows beside it."""
