@@ -111,7 +111,7 @@ def watch(llm: Any, stock: bool) -> Exclusive:
         found.wrap("end", runtime, "end")
         for group in runtime.groups:
             found.wrap("view", group, "view")
-        type(runtime.ops).decode = staticmethod(found.timed("decode", type(runtime.ops).decode))
+        found.wrap("decode", runtime.ops, "decode")
     return found
 
 

@@ -26,8 +26,10 @@ CASES = [1, 1, 11, 21, 22, 8, 6, 7, 8, 11, 1, 1, 9, 7, 14, 1, 8, 1]
 #: Further cases of models whose layers differ: tokens and host blocks; bands of heads and `duo`. Of fp8 caches: pressure
 #: and `context`.
 UNLIKE = [("searched", 3), ("searched", 9), ("gaps", 23), ("gaps", 2), ("fp8", 7), ("fp8", 12)]
-#: Chunks of local attention; drafters beside KV connectors; keys and values of unlike dimensions.
-UNLIKE += [("chunks", 1), ("connected", 1), *([] if V2 else [("unlike", 1)])]
+#: Chunks of local attention; drafters beside KV connectors; keys and values of unlike dimensions. Images on Model Runner
+#: V2 alone: stock vLLM (0.32.0) ends engines of V1 under such load ("Encoder cache miss").
+UNLIKE += [("chunks", 1), ("connected", 1)]
+UNLIKE += [("images", 1), ("reach-images", 8)] if V2 else [("unlike", 1), ("reach-unlike", 6)]
 #: Drafters beside windows and latents.
 UNLIKE += [("drafts-windows", 1), ("drafts-latent", 0)] if V2 else []
 

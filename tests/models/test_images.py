@@ -1,6 +1,7 @@
 """Images in prompts: their blocks are evicted like blocks of text, and positions of several dimensions stay."""
 
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,9 @@ from PIL import Image
 from test_hybrids import NOISE, apart
 from test_reach import REACH, assert_reaches_like_dense
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
+from vllm.renderers.inputs.preprocess import parse_model_prompt
+from vllm.v1.engine.async_llm import AsyncLLM
 
 from vllm_evict.config import KVPolicyError
 
@@ -118,6 +122,22 @@ def test_prefixes_are_hit_with_the_same_image_alone(engine, models, poisoned, ki
         dense.see(prompt, seen)
         assert assert_like_oracle(dense, prompt, output, trace, {"name": "full"}, atol=3e-5) == 0
     server.assert_nothing_left()
+
+
+@pytest.mark.parametrize("online", [False, True])
+def test_the_image_of_a_refused_request_is_sent_with_the_next_one(engine, models, online):
+    """vLLM sends an image to the engine core once, and fails requests whose image the core has not got."""
+    (path, _), prompt, refused = models("llava"), asked(100, [image(7)]), greedy(4, extra_args={"kv_budget": 10**9})
+    llm = engine(POLICIES["h2o"], model=path, **OPTIONS).llm
+    with pytest.raises(VLLMValidationError, match="kv_budget"):
+        if online:  # a server makes the prompt before it asks the engine
+            (made,) = llm.renderer.render_cmpl([parse_model_prompt(llm.model_config, prompt)])
+            AsyncLLM.generate(
+                SimpleNamespace(vllm_config=llm.llm_engine.vllm_config, renderer=llm.renderer), made, refused
+            )
+        llm.generate([prompt], refused, use_tqdm=False)
+    (output,) = llm.generate([prompt], greedy(4), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 4
 
 
 @pytest.mark.oracle("images")

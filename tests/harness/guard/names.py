@@ -195,6 +195,7 @@ CALLED = {
     "slot_mapping)",
     "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.do_kv_cache_update": "(layer, key, value, kv_cache, "
     "slot_mapping)",
+    "vllm.multimodal.cache:BaseMultiModalProcessorCache.invalidate": "(...)",
     "vllm.vllm_flash_attn.flash_attn_interface:flash_attn_varlen_func": "(..., ..., ..., ..., ..., ..., "
     "return_softmax_lse=True)",
     "vllm.v1.core.block_pool:BlockPool.cache_full_blocks": "(request, blocks, num_cached_blocks, num_full_blocks, "

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from drafting import NGRAM
 from engine import V2
+from oracle.images import IMAGE, VOCAB
 
 from loads.models import LONGEST
 
@@ -149,6 +150,11 @@ BY_NAME = {
     "gdn": ("qwen3_next", _blocks),
     "chunks": ("llama4_text", _by_block),
     "unlike": ("mimo_v2_flash", _blocks),
+    "reach-unlike": ("mimo_v2_flash", _reach),
+    "images": ("llava", _by_block),
+    "images-tokens": ("llava", _tokens),
+    "reach-images": ("llava", _reach),
+    "read-images": ("llava", _read_prompts),
     "drafts-chunks": ("llama4_text", _blocks),
     "connected": ("drafted", _blocks),
     "drafts-windows": ("drafted-windows", _blocks),
@@ -233,6 +239,11 @@ class Case:
         """Tokens of the longest request."""
         return LONGEST * self.block_size
 
+    @property
+    def words(self):
+        """Tokens below this number are words, for prompts and answers."""
+        return IMAGE if self.model == "llava" else VOCAB
+
     def reads_all(self, tokens):
         """Whether each step of a request of so many tokens reads all of them."""
         most = self.policy.get("read") or (self.policy.get("retrieval") or {}).get("read")
@@ -286,6 +297,7 @@ def make_case(number, kind=None, smallest=False):
         "unlike": 2,
         "drafts-chunks": 2,
         "hybrid": 2,
+        "reach-unlike": 2,
         "reach-windows": 2,
         "reach-hybrid": 2,
         "read-windows": 2,
@@ -373,6 +385,9 @@ def make_program(case, number, requests):
                 request |= {"extra": {"kv_transfer_params": {"do_remote_decode": True}}, "tokens": 1}
                 program.append(request)
                 continue
+        if case.words < VOCAB:
+            for place in sorted(rng.sample(range(3), rng.choice([0, 1, 1, 2])), reverse=True):
+                request["prompt"].insert(place, [number * 1000 + rng.choice([0, 1, 2, 10 + index]), None])
         if index and rng.random() < 0.15:
             request |= {"after": rng.randrange(index), "prompt": request["prompt"][1:]}
         if rng.random() < 0.5:
@@ -395,9 +410,11 @@ def make_program(case, number, requests):
             request["abort"] = rng.choice([0, 1, 2, 5, 20, 60])
         if "turns" in request:
             pieces = [*request["prompt"], *(piece for piece, _ in request["turns"])]
-            total = sum(length for _, length in pieces) + request["tokens"] + sum(t for _, t in request["turns"])
+            total = sum(length or 0 for _, length in pieces) + request["tokens"] + sum(t for _, t in request["turns"])
             # Stock vLLM (0.32.0) publishes a wrong block beside states and drafts where a turn ends near a block's end.
-            if total > longest - 2 or case.kind.endswith("drafts-gdn"):
+            # Prompts of sessions go to vLLM's core without its front end, which sees images.
+            images = any(length is None for _, length in request["prompt"])
+            if total > longest - 2 or images or case.kind.endswith("drafts-gdn"):
                 request.pop("turns")
         program.append(request)
     return program

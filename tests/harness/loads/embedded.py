@@ -44,8 +44,9 @@ from parts import orders_of
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.request import RequestStatus
 
-from loads.cases import BY_NAME, KINDS, Case, make_case, make_program
+from loads.cases import BY_NAME, KINDS, VOCAB, Case, make_case, make_program
 from loads.host_memory import HostMemory, pool_of
+from loads.images import asked, cut, shown
 from loads.models import Models
 from loads.pages import Published, numbers, slices_of
 from loads.shrink import shrink_record
@@ -66,7 +67,7 @@ class Live:
     """A request as its client sees it.
 
     Attributes:
-        prompt: token ids.
+        prompt: token ids; of images, numbers that name them (images.py).
         item: of the program.
         since: step of its arrival.
         answers: token ids of each completion so far; of a session, of all turns.
@@ -163,15 +164,15 @@ class Run:
         number, before, prompt = item["number"], item.get("after"), self._prompt(item["prompt"])
         if before is not None and (known := self.live.get(before) or self.ended.get(before)):
             prompt = [*known.prompt, *(known.answers[0] if known.answers else []), *prompt]
-        live = Live(prompt[: self.case.longest - 2], item, self.step)
+        live = Live(cut(prompt, self.case.longest - 2), item, self.step)
         try:
             if "turns" in item:
                 # vLLM's synchronous front end has no sessions, so they go to the engine core.
                 live.answers, live.turns = [[]], [*item["turns"]]
                 self._send(live, live.prompt, item["tokens"])
             else:
-                request, params = {"prompt_token_ids": live.prompt}, self._params(item, item["tokens"])
-                self.vllm.add_request(str(number), request, params, priority=item["priority"])
+                params = self._params(item, item["tokens"])
+                self.vllm.add_request(str(number), asked(live.prompt), params, priority=item["priority"])
         except VLLMValidationError as error:
             assert item.get("extra"), error
             self.counts["refused"] += 1
@@ -180,9 +181,13 @@ class Run:
         self.counts["completions"] += item.get("n", 1)
         self.live[number] = live
 
-    @staticmethod
-    def _prompt(pieces):
-        return [token for seed, length in pieces for token in random_prompt(2048, seed)[:length]]
+    def _prompt(self, pieces):
+        """Tokens of pieces: each has a seed and so many tokens, or none for an image."""
+        parts = (
+            random_prompt(2048, seed, self.case.words)[:length] if length is not None else shown(seed)
+            for seed, length in pieces
+        )
+        return [token for part in parts for token in part]
 
     def _params(self, item, tokens):
         options = {"logprobs": 0, "extra_args": item.get("extra")}
@@ -192,6 +197,8 @@ class Run:
             options |= {"stop": ["t7 ", "t8 "]}
         if item.get("prompt_logprobs"):
             options |= {"prompt_logprobs": 0}
+        if self.case.words < VOCAB:
+            options |= {"allowed_token_ids": list(range(self.case.words))}
         return greedy(tokens, **options)
 
     def _name(self, number):

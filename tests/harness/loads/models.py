@@ -17,6 +17,7 @@ from interpreter import in_place_of
 from latent import make_eagle3, make_latent, reference_mla
 from linear import stand_in_for_gdn
 from oracle.hybrids import HYBRIDS, add_mtp, make_tiny_hybrid
+from oracle.images import make_tiny as make_seeing
 from oracle.logits import make_tiny
 from oracle.searched import make_searched
 from oracle.tiny import make_tiny_llama
@@ -26,6 +27,8 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
 from loads.pages import Stock
+from vllm_evict.compute import reach as of_reach
+from vllm_evict.compute.kernels import reach as kernel
 
 #: Blocks of the longest request.
 LONGEST = 16
@@ -38,6 +41,7 @@ MODELS = {
     "llama4_text": {},
     "gemma3n_text": {},
     "mimo_v2_flash": {},
+    "llava": {},
     "drafted": MODEL,
     "drafted-windows": {**MODEL, "layers": 4, "windows": [48, 0, 48, 0]},
     "drafted-window": {**MODEL, "layers": 3, "windows": [48, 0, 48]},
@@ -52,7 +56,14 @@ RETRIEVAL = [[0, 1, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0], [1, 0, 0, 0]]
 
 def _arguments(model):
     """Engine arguments that a model needs."""
-    return {"trust_remote_code": True} if model in SEARCHED else {}
+    seeing = {"limit_mm_per_prompt": {"image": LONGEST}, "skip_mm_profiling": True}
+    return {"trust_remote_code": True} if model in SEARCHED else seeing if model == "llava" else {}
+
+
+def _reach(rows, query, index, numbers, held, read, picked, scores, counts, cache, *args, **kwargs):
+    """`kernels.reach`, whose C++ wants pages that are one run of memory each; vLLM's pages for a GPU may be none."""
+    function = kernel.reach if cache[0].is_contiguous() else kernel.reach_reference
+    function(rows, query, index, numbers, held, read, picked, scores, counts, cache, *args, **kwargs)
 
 
 class Models:
@@ -73,6 +84,8 @@ class Models:
                 make_latent(path, "DeepseekV3ForCausalLM")
             elif name in ("llama4_text", "gemma3n_text", "mimo_v2_flash"):
                 make_tiny(path, name)
+            elif name == "llava":
+                make_seeing(path, name)
             elif name in HYBRIDS:
                 make_tiny_hybrid(path, name)
                 if name == "qwen3_next":
@@ -92,6 +105,7 @@ class Models:
     def _flash(self):
         """Context in which engines take FlashAttention's backends, with a stand-in for its kernels."""
         FlashAttention(3).install(self._doubles)
+        self._doubles.setattr(of_reach, "reach", _reach)
         return in_place_of("CPU_ATTN", "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend")
 
     def gates(self, sink, recent):

@@ -5,12 +5,14 @@ from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 import torch
+from engine import greedy
 from parts import part_of
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 
+from loads.images import asked, tokens_of
 from vllm_evict.compute.offload import Offload
 from vllm_evict.integration.engine.reaching import Reaching
 from vllm_evict.integration.engine.spec import policy_config
@@ -111,7 +113,7 @@ class Stock:
     def _generate(self, tokens, **sampling):
         # The process has one connector for all engines, and this one has none.
         with patch.object(kv_transfer_state, "_KV_CONNECTOR_AGENT", None):
-            (output,) = self.engine.generate([tokens], max_tokens=1, **sampling)
+            (output,) = self.engine.llm.generate([asked(tokens)], greedy(1, **sampling), use_tqdm=False)
         return output
 
 
@@ -147,7 +149,7 @@ class Published:
             cache(request, blocks, num_cached_blocks, num_full_blocks, block_size, *args, **kwargs)
             for at in range(num_cached_blocks, num_full_blocks):
                 if request.block_hashes[at] not in self._tokens:
-                    self._tokens[request.block_hashes[at]] = tuple(request._all_token_ids[: (at + 1) * block_size])
+                    self._tokens[request.block_hashes[at]] = tuple(tokens_of(request)[: (at + 1) * block_size])
 
         pool.cache_full_blocks = watched
 

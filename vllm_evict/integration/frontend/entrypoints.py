@@ -1,8 +1,10 @@
 """vLLM's front end: requests that ask for what they may not have, and metrics."""
 
 import functools
+import itertools
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
@@ -118,10 +120,32 @@ def _tokens_of(prompt: Any) -> int | None:
     return None if embeds is None else int(embeds.shape[-2])
 
 
-def _check_prompt(vllm_config: Any, prompt: Any, params: Any) -> None:
+def _check_prompt(engine: Any, prompt: Any, params: Any) -> None:
     """Refuse what a request asks for once its prompt is known; `hook_input_processor` refuses it for the others."""
     if (length := _tokens_of(prompt)) is not None:
-        _check_request(vllm_config, params.extra_args, length, params.max_tokens)
+        with _sent_again(engine.renderer, prompt.get("mm_hashes") or {}):
+            _check_request(engine.vllm_config, params.extra_args, length, params.max_tokens)
+
+
+@contextmanager
+def _sent_again(renderer: Any, hashes: Mapping[str, Iterable[str]]) -> Iterator[None]:
+    """Have images of a request that is refused inside sent with the next request that shows them.
+
+    vLLM has noted that the engine core has them, and would fail that request.
+
+    Args:
+        renderer: vLLM's, which makes prompts.
+        hashes: of images and other inputs, by modality.
+    """
+    from vllm.exceptions import VLLMValidationError
+
+    try:
+        yield
+    except VLLMValidationError:
+        if (cache := renderer.mm_processor_cache) is not None:
+            for each in itertools.chain.from_iterable(hashes.values()):
+                cache.invalidate(each)
+        raise
 
 
 def _check_places(vllm_config: Any, request: Any) -> None:
@@ -231,7 +255,7 @@ def hook_async_llm(module: ModuleType) -> None:
     @functools.wraps(generate)
     def checked(self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
         sampling_params = _of_beam(sampling_params)
-        _check_prompt(self.vllm_config, prompt, sampling_params)
+        _check_prompt(self, prompt, sampling_params)
         return watch(generate(self, prompt, sampling_params, *args, **kwargs), sampling_params)
 
     cls.generate, cls._add_streaming_input_request = checked, add_known_session
@@ -299,10 +323,13 @@ def hook_beam_search(module: ModuleType) -> None:
     ) -> AsyncGenerator[Any, None]:
         vllm_config, fields = self.engine_client.vllm_config, {}
         xargs, length, most = getattr(_answered.get(), "vllm_xargs", None), _tokens_of(prompt), params.max_tokens
-        if length is not None and (config := _check_request(vllm_config, xargs, length, most)) is not None:
-            # Its requests have longer and longer prompts. An answer has no usage of each of them.
-            fields = config.lasting(xargs or {}, length, vllm_config.cache_config.block_size)
-            fields.pop("kv_usage", None)
+        if length is not None:
+            with _sent_again(self.engine_client.renderer, prompt.get("mm_hashes") or {}):
+                config = _check_request(vllm_config, xargs, length, most)
+            if config is not None:
+                # Its requests have longer and longer prompts. An answer has no usage of each of them.
+                fields = config.lasting(xargs or {}, length, vllm_config.cache_config.block_size)
+                fields.pop("kv_usage", None)
         return searching(beam_search(self, prompt, request_id, params, *args, **kwargs), fields)
 
     async def searching(outputs: AsyncGenerator[Any, None], fields: dict[str, Any]) -> AsyncGenerator[Any, None]:
@@ -338,7 +365,7 @@ def hook_responses(module: ModuleType) -> None:
 
     @functools.wraps(generate)
     def checked(self: Any, request_id: str, engine_input: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
-        _check_prompt(self.engine_client.vllm_config, engine_input, sampling_params)
+        _check_prompt(self.engine_client, engine_input, sampling_params)
         return generate(self, request_id, engine_input, sampling_params, *args, **kwargs)
 
     cls._generate_with_builtin_tools = checked
@@ -355,13 +382,16 @@ def hook_input_processor(module: ModuleType) -> None:
     @functools.wraps(process_inputs)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
         request = process_inputs(self, *args, **kwargs)
-        if request.sampling_params is not None:
-            length = len(request.prompt_token_ids or request.prompt_embeds)
-            if request.resumable or _session.get() is not None:
-                length = self.model_config.max_model_len  # its prompt grows; the scheduler knows how long it is
+        if request.sampling_params is None:
+            return request
+        length = len(request.prompt_token_ids or request.prompt_embeds)
+        if request.resumable or _session.get() is not None:
+            length = self.model_config.max_model_len  # its prompt grows; the scheduler knows how long it is
+        params = request.sampling_params
+        images = [each.mm_hash or each.identifier for each in request.mm_features or ()]
+        with _sent_again(self.renderer, {"": images}):
             if request.resumable:
-                _check_turn(self.vllm_config, request.sampling_params)
-            params = request.sampling_params
+                _check_turn(self.vllm_config, params)
             _check_request(self.vllm_config, params.extra_args, length, params.max_tokens)
         return request
 
