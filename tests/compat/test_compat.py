@@ -282,7 +282,9 @@ def searched(vllm_config, prompt, xargs, max_tokens=8):
     given, params = [], BeamSearchParams(beam_width=2, max_tokens=max_tokens)
 
     class Search:
-        engine_client = types.SimpleNamespace(vllm_config=vllm_config)
+        engine_client = types.SimpleNamespace(
+            vllm_config=vllm_config, renderer=types.SimpleNamespace(mm_processor_cache=None)
+        )
 
         async def beam_search(self, prompt, request_id, params):
             given.append(entrypoints._of_beam(SamplingParams(extra_args={"of": "vLLM"})).extra_args)

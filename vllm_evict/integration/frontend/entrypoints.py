@@ -123,18 +123,18 @@ def _tokens_of(prompt: Any) -> int | None:
 def _check_prompt(engine: Any, prompt: Any, params: Any) -> None:
     """Refuse what a request asks for once its prompt is known; `hook_input_processor` refuses it for the others."""
     if (length := _tokens_of(prompt)) is not None:
-        with _sent_again(engine.renderer, prompt.get("mm_hashes") or {}):
+        with _sent_again(engine, prompt.get("mm_hashes") or {}):
             _check_request(engine.vllm_config, params.extra_args, length, params.max_tokens)
 
 
 @contextmanager
-def _sent_again(renderer: Any, hashes: Mapping[str, Iterable[str]]) -> Iterator[None]:
+def _sent_again(owner: Any, hashes: Mapping[str, Iterable[str]]) -> Iterator[None]:
     """Have images of a request that is refused inside sent with the next request that shows them.
 
     vLLM has noted that the engine core has them, and would fail that request.
 
     Args:
-        renderer: vLLM's, which makes prompts.
+        owner: of the `renderer` that made the prompt.
         hashes: of images and other inputs, by modality.
     """
     from vllm.exceptions import VLLMValidationError
@@ -142,7 +142,7 @@ def _sent_again(renderer: Any, hashes: Mapping[str, Iterable[str]]) -> Iterator[
     try:
         yield
     except VLLMValidationError:
-        if (cache := renderer.mm_processor_cache) is not None:
+        if (cache := owner.renderer.mm_processor_cache) is not None:
             for each in itertools.chain.from_iterable(hashes.values()):
                 cache.invalidate(each)
         raise
@@ -324,7 +324,7 @@ def hook_beam_search(module: ModuleType) -> None:
         vllm_config, fields = self.engine_client.vllm_config, {}
         xargs, length, most = getattr(_answered.get(), "vllm_xargs", None), _tokens_of(prompt), params.max_tokens
         if length is not None:
-            with _sent_again(self.engine_client.renderer, prompt.get("mm_hashes") or {}):
+            with _sent_again(self.engine_client, prompt.get("mm_hashes") or {}):
                 config = _check_request(vllm_config, xargs, length, most)
             if config is not None:
                 # Its requests have longer and longer prompts. An answer has no usage of each of them.
@@ -389,7 +389,7 @@ def hook_input_processor(module: ModuleType) -> None:
             length = self.model_config.max_model_len  # its prompt grows; the scheduler knows how long it is
         params = request.sampling_params
         images = [each.mm_hash or each.identifier for each in request.mm_features or ()]
-        with _sent_again(self.renderer, {"": images}):
+        with _sent_again(self, {"": images}):
             if request.resumable:
                 _check_turn(self.vllm_config, params)
             _check_request(self.vllm_config, params.extra_args, length, params.max_tokens)
