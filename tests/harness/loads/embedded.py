@@ -39,14 +39,14 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 from drafting import accepted
-from engine import V2, async_as_asked, greedy, random_prompt
+from engine import V2, async_as_asked, greedy
 from parts import orders_of
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.request import RequestStatus
 
 from loads.cases import BY_NAME, KINDS, VOCAB, Case, make_case, make_program
 from loads.host_memory import HostMemory, pool_of
-from loads.images import asked, cut, shown
+from loads.images import asked, cut, of_pieces
 from loads.models import Models
 from loads.pages import Published, numbers, slices_of
 from loads.shrink import shrink_record
@@ -161,7 +161,7 @@ class Run:
             running = item["reset"] and not self.engine.scheduler.kv_holding_waiting
             self.engine.llm.reset_prefix_cache(reset_running_requests=running)
             return
-        number, before, prompt = item["number"], item.get("after"), self._prompt(item["prompt"])
+        number, before, prompt = item["number"], item.get("after"), of_pieces(item["prompt"], self.case.words)
         if before is not None and (known := self.live.get(before) or self.ended.get(before)):
             prompt = [*known.prompt, *(known.answers[0] if known.answers else []), *prompt]
         live = Live(cut(prompt, self.case.longest - 2), item, self.step)
@@ -180,14 +180,6 @@ class Run:
         self.counts["requests"] += 1
         self.counts["completions"] += item.get("n", 1)
         self.live[number] = live
-
-    def _prompt(self, pieces):
-        """Tokens of pieces: each has a seed and so many tokens, or none for an image."""
-        parts = (
-            random_prompt(2048, seed, self.case.words)[:length] if length is not None else shown(seed)
-            for seed, length in pieces
-        )
-        return [token for part in parts for token in part]
 
     def _params(self, item, tokens):
         options = {"logprobs": 0, "extra_args": item.get("extra")}
@@ -254,7 +246,7 @@ class Run:
                 self.counts["sessions that vLLM forgot"] += 1
             elif live.turns:
                 piece, tokens = live.turns.pop(0)
-                self._send(live, self._prompt([piece]), tokens)
+                self._send(live, of_pieces([piece], self.case.words), tokens)
             else:
                 self._send(live, [0], 1, resumable=False)
                 self.counts["finished"] += 1

@@ -3,6 +3,7 @@
 from itertools import pairwise
 
 import numpy as np
+from engine import random_prompt
 from oracle.images import END, IMAGE, START
 from PIL import Image
 
@@ -10,7 +11,13 @@ from PIL import Image
 SHOWN = 64
 
 
-def shown(seed):
+def of_pieces(pieces, words):
+    """Tokens below `words` of pieces of a prompt: each has a seed and so many tokens, or none for an image."""
+    made = (_shown(seed) if length is None else random_prompt(2048, seed, words)[:length] for seed, length in pieces)
+    return [token for tokens in made for token in tokens]
+
+
+def _shown(seed):
     """An image, with what a prompt has around it."""
     return [START, *[-1 - seed] * SHOWN, END]
 
