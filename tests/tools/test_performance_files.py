@@ -190,14 +190,6 @@ def test_the_tables_of_the_scheduler_are_those_of_their_file(to_json):
         assert "\n".join(table) in (ROOT / "docs/results.md").read_text()
 
 
-@pytest.mark.parametrize("part", ["load", "bfloat16", "fp8", "needles", "served"])
-def test_the_tables_of_peers_are_those_of_their_files(to_json, monkeypatch, part):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks/peers"))
-    table, page = importlib.import_module("table"), (ROOT / "docs/results.md").read_text()
-    report = json.loads((ROOT / "benchmarks/results/performance" / table.FILES[part]).read_text())
-    assert table.published(page, report) == page
-
-
 def test_fp8_caches_beside_the_peers_are_as_the_page_says():
     rows = json.loads((ROOT / "benchmarks/results/performance/peers-fp8.json").read_text())["fp8"]
     rates = {}
