@@ -132,10 +132,10 @@ def test_the_image_of_a_refused_request_is_sent_with_the_next_one(engine, models
     with pytest.raises(VLLMValidationError, match="kv_budget"):
         if online:  # a server makes the prompt before it asks the engine
             (made,) = llm.renderer.render_cmpl([parse_model_prompt(llm.model_config, prompt)])
-            AsyncLLM.generate(
-                SimpleNamespace(vllm_config=llm.llm_engine.vllm_config, renderer=llm.renderer), made, refused
-            )
-        llm.generate([prompt], refused, use_tqdm=False)
+            front = SimpleNamespace(vllm_config=llm.llm_engine.vllm_config, renderer=llm.renderer)
+            AsyncLLM.generate(front, made, refused)
+        else:
+            llm.generate([prompt], refused, use_tqdm=False)
     (output,) = llm.generate([prompt], greedy(4), use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 4
 

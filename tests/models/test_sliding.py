@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,8 +21,11 @@ from oracle.tiny import make_tiny_llama
 from oracle.tokens import replay_tokens
 from parity import TOKEN_TIE, assert_like_oracle, assert_logprobs, oracle_config, steps_of, token_config
 from parts import published
+from vllm.v1.core.block_pool import BlockPool
 
 from vllm_evict.config import KVPolicyError
+from vllm_evict.integration.engine.allocation import take_from_host
+from vllm_evict.integration.engine.managers import FROM_HOST
 from vllm_evict.integration.worker import layers
 
 pytestmark = pytest.mark.minutes
@@ -175,6 +179,47 @@ def test_prefixes_on_the_host_are_hits(engine, models, poisoned, layout, retaine
     """With their windows, which leave a small pool as early as they do. `retained`: tokens after which vLLM keeps a
     window in the prefix cache; 0: at the end of a prompt."""
     test_reach.check_agents(engine, 45, model=models(layout), prefix_cache_retention_interval=retained)
+
+
+PARTS = {"prompt": 224, "answer": 352, "hit": 224}
+
+
+@pytest.mark.parametrize("place", PARTS)
+def test_a_prefix_on_the_host_is_a_hit_where_prompts_part(engine, models, poisoned, place):
+    """At the end of a prompt, at that of an answer, and where a request has hit, once others have taken the pool."""
+    options = {"max_model_len": 1024, "max_num_batched_tokens": 192, "prefix_cache_retention_interval": BLOCK}
+    server = engine(
+        {**test_reach.REACH, "when": "pressure"},
+        blocks=60,
+        model=models("windows-first"),
+        enable_prefix_caching=True,
+        **options,
+    )
+    prompt = random_prompt(230)
+    following = [[*prompt, *random_prompt(170, seed)] for seed in (1, 2, 3)]
+    if place == "hit":
+        hits = [server.generate([each], max_tokens=1)[0].num_cached_tokens for each in following[:2]]
+        assert hits == [0, PARTS["hit"]]
+    else:
+        (output,) = server.generate([prompt], max_tokens=130)
+        answer = list(output.outputs[0].token_ids)
+        following = [[*prompt, *answer[: 0 if place == "prompt" else None], *random_prompt(170, 3)]]
+    for seed in (4, 5):
+        server.generate([random_prompt(900, seed)], max_tokens=1)
+    (output,) = server.generate(following[-1:], max_tokens=1)
+    assert output.num_cached_tokens == PARTS[place] and output.kv_usage.host_hit_blocks
+    test_reach.assert_nothing_left(server)
+
+
+def test_new_blocks_in_the_place_of_host_blocks_are_no_hits_of_other_groups():
+    """The next free block of a pool may be one that the request hits."""
+    pool, tables = BlockPool(4, True, BLOCK), []
+    hit = pool.free_block_queue.get_all_free_blocks()[0]
+    coordinator = SimpleNamespace(allocate_new_computed_blocks=lambda _, blocks: tables.extend(blocks))
+    take_from_host(SimpleNamespace(block_pool=pool, coordinator=coordinator))
+    coordinator.allocate_new_computed_blocks("first", ([FROM_HOST], [hit]))
+    (new,), (kept,) = tables
+    assert kept is hit and new not in (hit, FROM_HOST) and pool.get_num_free_blocks() == 3
 
 
 def test_windows_of_more_layers_than_full_attention_stay_on_the_device(engine, tmp_path, poisoned):

@@ -29,7 +29,7 @@ class KVUsage:
         evicted_blocks: evicted blocks, summed over restarts.
         evicted_tokens: the same in tokens.
         spilled_blocks: blocks that were copied to the host; None: none.
-        host_hit_blocks: blocks of its prefix that the host had for it; None: none.
+        host_hit_blocks: blocks of its prefix, in all KV groups, that the host had for it; None: none.
         fetched_blocks: blocks of the host that its decodes copied into its room, summed over layers; this and the next
             are None where no decode chose such a block. With several ranks, those of one rank.
         in_room_blocks: blocks of the host that they chose, and that were in the room, summed over layers.

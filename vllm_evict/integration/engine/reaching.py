@@ -196,11 +196,11 @@ class Reaching(Staging):
         beside = {}
         for manager in self._beside:
             group, hashes = manager.kv_cache_group_id, self._hashes(request, manager)
+            numbers = (self.pool.find(make_block_hash_with_group_id(each, group)) for each in hashes)
             beside[group] = {
                 index: number
-                for index, block in enumerate(tables[group])
-                if block is FROM_HOST
-                and (number := self.pool.find(make_block_hash_with_group_id(hashes[index], group))) is not None
+                for index, (block, number) in enumerate(zip(tables[group], numbers))
+                if block is FROM_HOST and number is not None
             }
         return beside
 
