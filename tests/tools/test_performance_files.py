@@ -190,16 +190,31 @@ def test_the_tables_of_the_scheduler_are_those_of_their_file(to_json):
         assert "\n".join(table) in (ROOT / "docs/results.md").read_text()
 
 
-def test_fp8_caches_beside_the_peers_are_as_the_page_says():
-    rows = json.loads((ROOT / "benchmarks/results/performance/peers-fp8.json").read_text())["fp8"]
-    rates = {}
-    for row in (*rows["vllm"], *rows["openvino"]):
-        rates.setdefault(row["case"], []).append(row["output_tokens"] / row["seconds"])
-    page = " ".join((ROOT / "docs/results.md").read_text().split())
-    for case, form, said in (
-        ("stock", ".1f", "{} times as many tokens as stock vLLM in float32 (rounds: {})"),
-        ("--kv-cache-dtype fp8", ".1f", "{} times those of an fp8 cache that keeps all tokens ({})"),
-        ("NORM_SUM", ".2f", "{} of those of OpenVINO ({})"),
-    ):
-        ratios = [ours / theirs for ours, theirs in zip(rates["h2o, fp8"], rates[case], strict=True)]
-        assert said.format(f"{median(ratios):{form}}", ", ".join(f"{each:{form}}" for each in ratios)) in page
+@pytest.mark.parametrize(
+    "name, ours, theirs, requests, form, said",
+    [
+        ("fp8", "h2o, fp8", "stock", 48, ".1f", "{} times as many tokens as stock vLLM in float32 (rounds: {})"),
+        (
+            "fp8",
+            "h2o, fp8",
+            "--kv-cache-dtype fp8",
+            48,
+            ".1f",
+            "{} times those of an fp8 cache that keeps all tokens ({})",
+        ),
+        ("fp8", "h2o, fp8", "NORM_SUM", 48, ".2f", "{} of those of OpenVINO ({})"),
+        ("one", "h2o", "stock", 16, ".2f", "medians of {} times stock's ({})"),
+        ("one", "h2o", "NORM_SUM", 16, ".2f", "and {} of OpenVINO's ({})"),
+        ("one", "h2o", "stock", 1, ".2f", "`h2o` gives {} of stock's tokens ({})"),
+        ("one", "h2o", "full", 1, ".2f", "and {} of those of OpenVINO without eviction ({})"),
+    ],
+)
+def test_ratios_to_peers_are_those_of_their_files(name, ours, theirs, requests, form, said):
+    report, rates = json.loads((ROOT / f"benchmarks/results/performance/peers-{name}.json").read_text()), {}
+    for rows in report["fp8" if name == "fp8" else "load"].values():
+        for row in rows:
+            if row["requests"] == requests:
+                rates.setdefault(row["case"], []).append(row["output_tokens"] / row["seconds"])
+    ratios = [mine / its for mine, its in zip(rates[ours], rates[theirs], strict=True)]
+    said = said.format(f"{median(ratios):{form}}", ", ".join(f"{each:{form}}" for each in ratios))
+    assert said in " ".join((ROOT / "docs/results.md").read_text().split())
