@@ -181,20 +181,16 @@ def test_prefixes_on_the_host_are_hits(engine, models, poisoned, layout, retaine
     test_reach.check_agents(engine, 45, model=models(layout), prefix_cache_retention_interval=retained)
 
 
+#: Place -> tokens of the prefix that ends there, in whole blocks.
 PARTS = {"prompt": 224, "answer": 352, "hit": 224}
 
 
 @pytest.mark.parametrize("place", PARTS)
 def test_a_prefix_on_the_host_is_a_hit_where_prompts_part(engine, models, poisoned, place):
     """At the end of a prompt, at that of an answer, and where a request has hit, once others have taken the pool."""
-    options = {"max_model_len": 1024, "max_num_batched_tokens": 192, "prefix_cache_retention_interval": BLOCK}
-    server = engine(
-        {**test_reach.REACH, "when": "pressure"},
-        blocks=60,
-        model=models("windows-first"),
-        enable_prefix_caching=True,
-        **options,
-    )
+    options = dict(model=models("windows-first"), max_model_len=1024, max_num_batched_tokens=192, blocks=60)
+    options |= dict(enable_prefix_caching=True, prefix_cache_retention_interval=BLOCK)
+    server = engine({**test_reach.REACH, "when": "pressure"}, **options)
     prompt = random_prompt(230)
     following = [[*prompt, *random_prompt(170, seed)] for seed in (1, 2, 3)]
     if place == "hit":
