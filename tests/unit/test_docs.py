@@ -48,6 +48,45 @@ def names(cell):
     return [name.split(":")[0] for name in re.findall(r"`([^`]+)`", cell)]
 
 
+@functools.cache
+def sources():
+    """Paths of files and folders, and all words of the code but those of comments and docstrings."""
+    others = ("tests", "benchmarks", "configs", "docs", "packaging", "*.*")
+    paths = [path for pattern in (*CODE, *others) for path in ROOT.glob(pattern) for path in (path, *path.rglob("*"))]
+    words = {name for path in paths for name in path.relative_to(ROOT).parts}
+    for path in paths:
+        if path.suffix in SUFFIXES and path.is_file() and path.parts[len(ROOT.parts)] in CODE:
+            text = re.sub(r'""".*?"""|(#|//)[^\n]*', "", path.read_text(), flags=re.DOTALL)
+            words.update(re.findall(r"\w+", text))
+    return [path.relative_to(ROOT) for path in paths], words
+
+
+CODE = ("vllm_evict", "triton_kernels", "csrc", "scripts", "Makefile", "pyproject.toml")
+SUFFIXES = {"", ".py", ".toml", ".h", ".cpp", ".cu", ".cuh"}
+PAGES_ON_CODE = ("CONTRIBUTING.md", "docs/architecture.md", "docs/design.md", "docs/kernels.md")
+
+
+def unknown(text):
+    """Files, and parts of names, that a text has in backticks and the sources do not have."""
+    paths, words = sources()
+    for code in re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
+        files = re.findall(r"(?<![\w./])[\w-][\w.*-]*(?:/[\w.*-]+)+|[\w-]+\.(?:py|md|json|ya?ml|h|cpp|toml)\b", code)
+        yield from (file for file in files if not any(path.match(file) for path in paths))
+        if not files and re.fullmatch(r"[A-Za-z_][\w.]+(\(.*\))?", code):
+            yield from (name for name in re.findall(r"\w{2,}", code.partition("(")[0]) if name not in words)
+
+
+@pytest.mark.parametrize("page", PAGES_ON_CODE)
+def test_pages_on_the_code_name_what_it_has(page):
+    others = {"vX", "tests/v1/core", "tests/v1/kv_connector/unit"}
+    assert set(unknown((ROOT / page).read_text())) <= others
+
+
+def test_a_name_that_is_misspelt_is_found():
+    text = "`Mechanism.on_preempt`, `core/plans.py`, `plan.of(Due)`, `core/plan.py`, `looks.py`, `bring`, `make lint`"
+    assert list(unknown(text)) == ["on_preempt", "core/plans.py", "looks.py", "bring"]
+
+
 def test_commands_of_vllm_evict_have_these_options():
     root, seen = get_command(cli.app), 0
     for page, words in commands():

@@ -128,7 +128,7 @@ class Misses:
 
 
 class Mechanism(ABC):
-    """One way in which requests lose blocks, get them back, or have them rearranged.
+    """One way in which requests lose blocks, get them back, or have them moved; or what follows from that.
 
     The scheduler calls the hooks below and knows no mechanism by name; each hook does nothing by default. State of a
     request is `RequestBlocks.of` a class of the mechanism's, and notes on a step are `EvictionPlan.of` one.
