@@ -51,17 +51,18 @@ def names(cell):
 @functools.cache
 def sources():
     """Paths of files and folders, and all words of the code but those of comments and docstrings."""
-    others = ("tests", "benchmarks", "configs", "docs", "packaging", "*.*")
-    paths = [path for pattern in (*CODE, *others) for path in ROOT.glob(pattern) for path in (path, *path.rglob("*"))]
+    paths = [path for path in ROOT.iterdir() if path.is_file()]
+    paths += [path for name in FOLDERS for path in (ROOT / name, *(ROOT / name).rglob("*"))]
     words = {name for path in paths for name in path.relative_to(ROOT).parts}
     for path in paths:
-        if path.suffix in SUFFIXES and path.is_file() and path.parts[len(ROOT.parts)] in CODE:
+        if path.suffix in SUFFIXES and path.is_file() and path.parts[len(ROOT.parts)] in CODE_IN:
             text = re.sub(r'""".*?"""|(#|//)[^\n]*', "", path.read_text(), flags=re.DOTALL)
             words.update(re.findall(r"\w+", text))
     return [path.relative_to(ROOT) for path in paths], words
 
 
-CODE = ("vllm_evict", "triton_kernels", "csrc", "scripts", "Makefile", "pyproject.toml")
+CODE_IN = ("Makefile", "pyproject.toml", "vllm_evict", "triton_kernels", "csrc", "scripts")
+FOLDERS = (*CODE_IN[2:], "tests", "benchmarks", "configs", "docs", "packaging")
 SUFFIXES = {"", ".py", ".toml", ".h", ".cpp", ".cu", ".cuh"}
 PAGES_ON_CODE = ("CONTRIBUTING.md", "docs/architecture.md", "docs/design.md", "docs/kernels.md")
 
