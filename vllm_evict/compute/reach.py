@@ -119,7 +119,7 @@ class Reach(Source):
         self.staging = staging_blocks(shape.max_model_len, shape.block_size)
         limits = self._config.limits(shape.block_size, shape.max_model_len)
         assert limits is not None  # it would be stock's
-        return self._config.room(limits, shape.block_size)[0]
+        return limits.room
 
     @property
     def kept_bytes(self) -> int:

@@ -55,7 +55,7 @@ class HostMemory:
         """Return the host blocks that requests read, and those that wait for requests with their prefix."""
         pool, (manager,), users = self.pool, self.scheduler.kv_managers, Counter()
         for req_id, blocks in manager.residents.items():
-            room, residence = blocks.config.room(blocks.limits, manager.block_size)[0], blocks.residence
+            room, residence = blocks.limits.room, blocks.residence
             for logical, number in residence.host.items():
                 in_room = logical in range(blocks.limits.sink, blocks.limits.sink + room)
                 is_hole = manager.req_to_blocks[req_id][logical].is_null

@@ -1,15 +1,18 @@
-"""The interface of mechanisms, and the scheduler as mechanisms see it."""
+"""The interface of mechanisms, the scheduler as they see it, and the mechanisms of a scheduler."""
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
 
 from ...config import KVPolicyConfig
 from ..actions import Action, Applied
 from ..blocks import RequestBlocks
 from ..plan import EvictionPlan, Report, Reports
+from ..residence import NO_BLOCKS
 
 M = TypeVar("M", bound="Mechanism")
 #: Successive missing reports after which a decision evicts the oldest blocks instead of waiting.
@@ -58,6 +61,7 @@ class SchedulerView(Protocol):
         kv_policy: the server's policy.
         max_in_flight_tokens: most tokens of a request in flight.
         max_model_len: most tokens of a request.
+        mechanisms: of the server.
     """
 
     kv_policy: KVPolicyConfig
@@ -67,6 +71,7 @@ class SchedulerView(Protocol):
     groups: Sequence[Group]
     requests: Mapping[str, Any]
     current_step: int
+    mechanisms: "Mechanisms"
 
     @property
     def next_plan(self) -> EvictionPlan: ...
@@ -112,6 +117,22 @@ class Step:
     tokens: Mapping[str, int]
     over: Sequence[Sequence[str]]
     short: bool = False
+
+
+class Offer(NamedTuple):
+    """The blocks that a request can lose in one KV group when the pool runs out.
+
+    Attributes:
+        blocks: int64 [n], logical blocks, ascending.
+        cost: float64 [n], see `RequestBlocks.offer`.
+        spare: how many of them may go.
+        writes: int64 [m], blocks that become private to the request with the first one that goes.
+    """
+
+    blocks: np.ndarray
+    cost: np.ndarray
+    spare: int
+    writes: np.ndarray = NO_BLOCKS
 
 
 class Due(defaultdict[int, dict[str, int]]):
@@ -195,8 +216,12 @@ class Mechanism(ABC):
         """
         return ()
 
+    def on_offer(self, request: Any, blocks: RequestBlocks, offer: Offer) -> Offer:
+        """Return what a request can lose when the pool runs out, in place of what its blocks alone tell."""
+        return offer
+
     def before_apply(self, action: Action) -> Action | None:
-        """Return the part of an action, of any mechanism, that can be applied; None if nothing of it can."""
+        """Return an action, of any mechanism, as it can be applied: a part of it, or with more; None: not at all."""
         return action
 
     def on_applied(self, applied: Applied) -> None:  # noqa: B027
@@ -275,6 +300,64 @@ class Mechanism(ABC):
         room = sum(group.in_flight for group in self.view.groups)
         patient = misses.count < MOST_MISSES and blocks.config.context is None
         return patient and self.view.free_blocks >= room
+
+
+class Mechanisms:
+    """The mechanisms that a server's requests may need.
+
+    Args:
+        scheduler: as mechanisms see it.
+        kinds: classes of mechanisms, in the order in which their hooks are called.
+    """
+
+    def __init__(self, scheduler: SchedulerView, kinds: Sequence[type[Mechanism]]) -> None:
+        self._all: list[Mechanism] = []
+        self._having: dict[str, list[Mechanism]] = {}
+        scheduler.mechanisms = self
+        for kind in kinds:
+            if kind.serves(scheduler.kv_policy):
+                self.add(kind(scheduler))
+
+    def __iter__(self) -> Iterator[Mechanism]:
+        return iter(self._all)
+
+    def add(self, mechanism: Mechanism, last: bool = True) -> None:
+        """Add a mechanism, whose hooks are called after those of all others, or before them.
+
+        One that limits tokens has to be there when the scheduler is made (see `EvictionMixin.__init__`).
+        """
+        self._all.insert(len(self._all) if last else 0, mechanism)
+        self._having = {}
+
+    def of(self, kind: type[M]) -> list[M]:
+        """Return the mechanisms of a class."""
+        return [mechanism for mechanism in self._all if isinstance(mechanism, kind)]
+
+    def having(self, hook: str) -> list[Mechanism]:
+        """Return the mechanisms that have a hook of their own."""
+        if hook not in self._having:
+            default = getattr(Mechanism, hook)
+            self._having[hook] = [each for each in self._all if getattr(type(each), hook) is not default]
+        return self._having[hook]
+
+    def call(self, hook: str, *args: Any) -> None:
+        """Call a hook that returns nothing."""
+        for mechanism in self.having(hook):
+            getattr(mechanism, hook)(*args)
+
+    def passed(self, hook: str, value: Any, *before: Any) -> Any:
+        """Return a value that each hook has changed in turn, until one returns None.
+
+        Args:
+            hook: its name.
+            value: the hook's last argument.
+            before: the hook's other arguments.
+        """
+        for mechanism in self.having(hook):
+            if value is None:
+                break
+            value = getattr(mechanism, hook)(*before, value)
+        return value
 
 
 def settled(request: Any) -> int:

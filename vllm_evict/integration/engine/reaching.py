@@ -16,9 +16,10 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from ...config import NEVER
-from ...core.actions import Action, Applied, Unload
+from ...core.actions import Action, Applied
 from ...core.blocks import RequestBlocks
 from ...core.mechanisms import Staging
+from ...core.mechanisms.staging import room_to_come
 from ...core.offload import Copy
 from ...core.plan import COUNTED, READ_ON_HOST, EvictionPlan, RoomOf
 from ...core.reached import ReachedPool
@@ -76,10 +77,10 @@ class Reaching(Staging):
         config, size = self._scheduler.kv_policy, self._manager.block_size
         limits = config.limits(size, self._scheduler.max_model_len)
         assert limits is not None  # it would be stock's
-        room, _ = config.room(limits, size)
-        host, of_room = (-(-blocks * self.block_bytes // 2**20) for blocks in (self.pool.blocks, room))
+        host, of_room = (-(-blocks * self.block_bytes // 2**20) for blocks in (self.pool.blocks, limits.room))
         blocks = f"{self.pool.blocks} host blocks of {self.block_bytes >> 10} KiB, {host} MiB in all"
-        return f"layers read {blocks}, in rooms of {room} blocks at most, {of_room} MiB of the pool for each request"
+        rooms = f"rooms of {limits.room} blocks at most"
+        return f"layers read {blocks}, in {rooms}, {of_room} MiB of the pool for each request"
 
     def _watch(self, pool: Any) -> None:
         """Keep blocks that leave the prefix cache, as the pool hands them out, and let lookups find them."""
@@ -121,14 +122,18 @@ class Reaching(Staging):
         return make_block_hash_with_group_id(block_hash, self._manager.kv_cache_group_id)
 
     def before_apply(self, action: Action) -> Action | None:
-        """Return the part of an action that the host has room for. A request keeps its other blocks on the device."""
-        if not isinstance(action, Unload):
+        """Have blocks that become holes go to the host: those that it has room for. A request keeps its other blocks.
+
+        With the first of them go the blocks of its room, which stay on the device too.
+        """
+        blocks = self._manager.residents[action.req_id]
+        if not blocks.config.reaches:
             return action
-        there = len(action.writes)
-        fits = self.pool.fitting(self._pure_keys(action))
+        action = replace(action, writes=room_to_come(blocks), loses=False)
+        there, fits = len(action.writes), self.pool.fitting(self._pure_keys(action))
         return replace(action, holes=action.holes[: fits - there]) if fits > there else None
 
-    def _pure_keys(self, action: Unload) -> list[Hashable]:
+    def _pure_keys(self, action: Action) -> list[Hashable]:
         """Return the keys of the blocks that an action moves; None for those of tokens that are not pure."""
         blocks = self._manager.residents[action.req_id]
         hashes, pure = self._hashes(self._scheduler.requests[action.req_id], self._manager), blocks.pure_tokens
@@ -138,11 +143,10 @@ class Reaching(Staging):
     def on_applied(self, applied: Applied) -> None:
         super().on_applied(applied)
         action, blocks = applied.action, applied.blocks
-        if not isinstance(action, Unload):
+        if action.loses:
             return
         if len(action.writes):
-            room = RoomOf(int(action.writes[0]), len(action.writes), action.recent)
-            self.view.next_plan.groups[action.group].rooms[action.req_id] = room
+            self.view.next_plan.groups[action.group].rooms[action.req_id] = room_of(blocks)
         moved, before = _moved(action), blocks.state.counts["spilled"]
         physical, keys = [applied.before[block] for block in moved], self._pure_keys(action)
         self.pool.spill(self.view.next_plan, action.req_id, action.group, blocks, moved, physical, keys)
@@ -222,7 +226,7 @@ class Reaching(Staging):
         assert limits is not None  # it would be stock's
         if count <= max(most, limits.budget):
             return range(0), range(0)
-        first = limits.sink + blocks.config.room(limits, blocks.block_size)[0]
+        first = limits.sink + limits.room
         return range(first, first + count - limits.budget), range(limits.sink, first)
 
     def _hold(
@@ -288,9 +292,7 @@ class Reaching(Staging):
         for each, there in fetched:
             self._fetch(plan, request, each, there)
         if len(room):
-            assert its.limits is not None
-            recent = its.config.room(its.limits, its.block_size)[1]
-            plan.groups[manager.number].rooms[req_id] = RoomOf(room.start, len(room), recent)
+            plan.groups[manager.number].rooms[req_id] = room_of(its)
             plan.use(manager.blocks_at(req_id, np.array(room)))
             there = {index: numbers[index] for index in (*room, *arriving.holes)}
             self.pool.give(plan, req_id, manager.number, its, there)
@@ -340,8 +342,15 @@ class Reaching(Staging):
         self._scheduler.tally.hold(self._scheduler.kv_policy.name, self.pool.used, self.block_bytes, self.pool.unused)
 
 
-def _moved(action: Unload) -> list[int]:
+def _moved(action: Action) -> list[int]:
     return [*action.writes.tolist(), *action.holes.tolist()]
+
+
+def room_of(blocks: RequestBlocks) -> RoomOf:
+    """Return the room of a request, as workers hear of it."""
+    limits = blocks.limits
+    assert limits is not None  # it would be stock's
+    return RoomOf(limits.sink, limits.room, limits.recent_blocks)
 
 
 def host_memory(scheduler: EngineView) -> tuple[int, int]:

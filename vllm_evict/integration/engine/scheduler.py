@@ -22,7 +22,7 @@ from ...config import KVPolicyError
 from ...core.actions import Action, Applied
 from ...core.blocks import RequestBlocks
 from ...core.mechanisms import Step
-from ...core.mechanisms.base import M, settled
+from ...core.mechanisms.base import M, Mechanisms, settled
 from ...core.plan import PLAN, EvictionPlan, Scoring
 from ..start.drafters import lookahead
 from ..start.versions import any_waits
@@ -31,7 +31,7 @@ from .allocation import count_published, limit_tokens
 from .followers import follow
 from .hits import Hit, Hits
 from .managers import BESIDE, ChunkManager, EvictableManager, SlidingManager, StateManager, put_beside
-from .mechanisms import Mechanisms
+from .mechanisms import KINDS
 from .outputs import Usages
 from .spec import policy_config
 from .start_up import start_up_line
@@ -68,7 +68,7 @@ class EvictionMixin(Base):
         self.reports, self.usages = StepReports(self), Usages(self)
         #: Requests of the step that is done that read blocks which did not come.
         self._failed_loads: set[str] = set()
-        self.mechanisms = Mechanisms(self)
+        self.mechanisms = Mechanisms(self, KINDS)
         for follower in follow(self):
             self.mechanisms.add(follower, last=False)
         limit_tokens(self, [each.limit_tokens for each in self.mechanisms.having("limit_tokens")])
@@ -246,6 +246,7 @@ class EvictionMixin(Base):
         whole = blocks.pure_tokens is None
         # What is in flight was computed without the new holes; drafts among it may be computed again.
         computed = settled(request) if self.num_spec_tokens else request.num_computed_tokens
+        computed = computed if action.loses else None
         if (rewritten := manager.rewrite(req_id, action.writes, action.holes, computed)) is None:
             if action.must:
                 self.running.remove(request)
