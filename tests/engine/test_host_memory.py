@@ -18,7 +18,6 @@ from vllm_evict.compute import pinned
 from vllm_evict.compute.holes import Holes
 from vllm_evict.compute.offload import HostPages, Offload
 from vllm_evict.compute.parts import Room
-from vllm_evict.compute.source import Source
 from vllm_evict.config import KVPolicyConfig, KVPolicyError, retired
 from vllm_evict.core.offload import Copy
 from vllm_evict.core.plan import GroupPlan
@@ -221,12 +220,13 @@ def test_memory_that_is_not_there_or_not_pinned_is_said(pins):
 
 def test_a_host_block_that_one_plan_writes_twice_holds_what_came_last():
     page, written = torch.arange(32.0).view(8, 4), []
-    mover = Offload(SimpleNamespace(pages=lambda: [page]), Source(), torch.device("cpu"))
+    index = SimpleNamespace(catch_up=lambda: None, copy=lambda *_: None)
+    mover = Offload(SimpleNamespace(pages=lambda: [page]), index, torch.device("cpu"))
     mover.allocate(Room(8, host_blocks=2))
     write = mover.blocks.write
     mover.blocks.write = lambda pages, physical, numbers: written.append(numbers) or write(pages, physical, numbers)
     mover.obey([Copy("a", 0, "spill", 3, 0), Copy("a", 0, "spill", 2, 1), Copy("b", 0, "spill", 5, 0)], None)
-    assert torch.equal(mover.blocks.pages_of(0), page[[5, 2]])
+    assert torch.equal(mover.blocks.own[0], page[[5, 2]])
     assert all(len(set(numbers)) == len(numbers) for numbers in written)
 
 

@@ -203,7 +203,7 @@ class GroupRuntime:
                 metadata = cut.metadata
                 table, lens = metadata.block_table_tensor, metadata.seq_lens
                 logical = self.identity.expand(len(lens), -1)
-            self.source.complete(batch, table, lens)
+            self.source.rewrite(batch, table, lens)
             metadata = with_ranges(metadata, partial(self._unread, batch), self.block_size)
         else:
             table, lens = metadata.block_table_tensor, metadata.seq_lens[: len(batch.req_ids)]

@@ -28,7 +28,7 @@ class HostMemory:
         host = part_of(engine.runtime, Offload).blocks
         self._tensors = [numbers(page) for page in host.own]
         self._reach = part_of(engine.runtime, Reach)
-        hosts = [index[self._reach._pool :] for index in self._reach._index]
+        hosts = [index[self._reach._pool :] for index in self._reach.index.of_layers]
         # The first numbers of signs are bfloat16.
         self._tensors += [it if it.is_floating_point() else it.view(torch.bfloat16)[..., :16] for it in hosts]
         if not self.pool.used:
