@@ -19,8 +19,8 @@ from vllm_evict.compute.holes import Holes
 from vllm_evict.compute.offload import HostPages, Offload
 from vllm_evict.compute.parts import Room
 from vllm_evict.config import KVPolicyConfig, KVPolicyError, retired
-from vllm_evict.core.offload import Copy
 from vllm_evict.core.plan import GroupPlan
+from vllm_evict.core.reached import Copy
 from vllm_evict.core.residence import HOLE
 from vllm_evict.integration.engine.spec import host_blocks
 from vllm_evict.integration.start import machine

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from ..config import KVPolicyError
-from ..core.offload import Copy, runs
+from ..core.reached import Copy, runs
 from .index import BlockIndex
 from .kernels.reach import copy_blocks
 from .parts import AllReduce, Mover, Room

@@ -1,11 +1,37 @@
-"""Host blocks that layers read. Requests with the same content share one host block."""
+"""Host blocks that layers read, and copies of them. Requests with the same content share one host block."""
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
 from .blocks import RequestBlocks
-from .offload import Copy
-from .plan import EvictionPlan
+from .plan import EvictionPlan, Order
+
+
+@dataclass(frozen=True, slots=True)
+class Copy(Order):
+    """Copies one block between a device and the host.
+
+    Attributes:
+        kind: `spill`, from the device to the host; `fetch`, back; `poison`, the host block is filled with NaN (tests).
+        physical: block of the device.
+        number: block of the host.
+    """
+
+    kind: str
+    physical: int
+    number: int
+
+
+def runs(copies: Iterable[Copy]) -> Iterator[tuple[str, list[Copy]]]:
+    """Yield successive copies of one kind, and the kind. Of those to one block the last one stays.
+
+    A host block may be dropped, and written again, by one plan.
+    """
+    for kind, run in groupby(copies, key=lambda copy: copy.kind):
+        to = {copy.physical if kind == "fetch" else copy.number: copy for copy in run}
+        yield kind, list(to.values())
 
 
 class ReachedPool:

@@ -9,8 +9,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_evict.core.actions import Action
 from vllm_evict.core.mechanisms.staging import staging_blocks
-from vllm_evict.core.offload import Copy
 from vllm_evict.core.plan import EvictionPlan
+from vllm_evict.core.reached import Copy
 from vllm_evict.integration.engine.reaching import Reaching
 
 from .contents import POISON, SALTS, Fault, Row

@@ -20,9 +20,8 @@ from ...core.actions import Action, Applied
 from ...core.blocks import RequestBlocks
 from ...core.mechanisms import Staging
 from ...core.mechanisms.staging import room_to_come
-from ...core.offload import Copy
 from ...core.plan import COUNTED, READ_ON_HOST, EvictionPlan, RoomOf
-from ...core.reached import ReachedPool
+from ...core.reached import Copy, ReachedPool
 from ...core.residence import Arriving
 from ...environment import poison_mode
 from ..start.attending import kv_heads
