@@ -151,8 +151,8 @@ class Misses:
 class Mechanism(ABC):
     """One way in which requests lose blocks, get them back, or have them moved; or what follows from that.
 
-    The scheduler calls the hooks below and knows no mechanism by name; each hook does nothing by default. State of a
-    request is `RequestBlocks.of` a class of the mechanism's, and notes on a step are `EvictionPlan.of` one.
+    The scheduler calls the hooks below, of which each does nothing by default, and knows no mechanism by name. State of
+    a request is `RequestBlocks.of` a class of the mechanism's, and notes on a step are `EvictionPlan.of` one.
 
     Args:
         view: the scheduler.
@@ -171,38 +171,46 @@ class Mechanism(ABC):
         """Words of the start-up line about the mechanism; "" for none."""
         return ""
 
-    @property
-    def lent(self) -> int:
-        """Blocks that the mechanism holds, and gives back as soon as requests need them."""
-        return 0
-
-    def before_schedule(self) -> None:  # noqa: B027 - hooks are optional
-        """Prepare for the step that vLLM is about to schedule."""
+    # A step, in the order of time
 
     def has_work(self) -> bool:
         """Return whether the engine shall step though no request waits or runs."""
         return False
 
+    def before_schedule(self) -> None:  # noqa: B027
+        """Prepare for the step that vLLM is about to schedule."""
+
+    def on_hit(self, request: Any, hit: Any) -> Any:
+        """Return the prefix that a request starts with, in place of what vLLM found in the prefix cache."""
+        return hit
+
     def limit_tokens(self, request: Any, computed_tokens: int, new_tokens: int) -> int:
         """Return how many of `new_tokens`, for which vLLM has room, a request may compute in the step being planned."""
         return new_tokens
 
-    def on_start(self, plan: EvictionPlan, req_id: str, blocks: Sequence[RequestBlocks]) -> bool:
-        """Note that a request starts, starts over or goes on with the step of this plan.
-
-        Returns:
-            Whether workers have got its measurement from the mechanism.
-        """
-        return False
-
-    def on_scheduled(self, plan: EvictionPlan, tokens: Mapping[str, int]) -> None:  # noqa: B027
-        """Note the tokens (request -> number) of a step, before requests over their trigger are taken."""
+    def on_offer(self, request: Any, blocks: RequestBlocks, offer: Offer) -> Offer:
+        """Return what a request can lose when the pool runs out, in place of what its blocks alone tell."""
+        return offer
 
     def before_metadata(self, tokens: Mapping[str, int]) -> None:  # noqa: B027
         """Note that vLLM's KV connector is about to plan a step: request -> the tokens that it computes."""
 
+    def on_start(self, plan: EvictionPlan, req_id: str, blocks: Sequence[RequestBlocks]) -> None:  # noqa: B027
+        """Note that a request starts, starts over or goes on with the step of this plan."""
+
+    def on_scheduled(self, plan: EvictionPlan, tokens: Mapping[str, int]) -> None:  # noqa: B027
+        """Note the tokens (request -> number) of a step, before requests over their trigger are taken."""
+
     def plan(self, plan: EvictionPlan, step: Step) -> None:  # noqa: B027
         """Add the requests to decide on after the step, and the reports that their decisions need."""
+
+    def on_output(self, output: Any) -> None:  # noqa: B027
+        """Take in vLLM's `ModelRunnerOutput` of a step, before vLLM ends requests."""
+
+    def cancel(self, plan: EvictionPlan, req_id: str) -> None:
+        """Decide nothing on a request after the step of this plan: the step read blocks that did not come."""
+        for due in plan.of(Due).values():
+            due.pop(req_id, None)
 
     def decide(self, plan: EvictionPlan, reports: Sequence[Reports]) -> Iterable[Action]:
         """Yield actions once the step of this plan is done.
@@ -216,10 +224,6 @@ class Mechanism(ABC):
         """
         return ()
 
-    def on_offer(self, request: Any, blocks: RequestBlocks, offer: Offer) -> Offer:
-        """Return what a request can lose when the pool runs out, in place of what its blocks alone tell."""
-        return offer
-
     def before_apply(self, action: Action) -> Action | None:
         """Return an action, of any mechanism, as it can be applied: a part of it, or with more; None: not at all."""
         return action
@@ -227,16 +231,16 @@ class Mechanism(ABC):
     def on_applied(self, applied: Applied) -> None:  # noqa: B027
         """Do what follows an action, of any mechanism."""
 
-    def before_output(self, output: Any) -> None:  # noqa: B027
-        """Take in vLLM's `ModelRunnerOutput` of a step, before vLLM ends requests."""
+    def after_output(self, outputs: Mapping[int, Any]) -> None:  # noqa: B027
+        """Change what clients (client -> vLLM's `EngineCoreOutputs`) get of a step."""
 
-    def on_output(self, output: Any) -> None:  # noqa: B027
-        """Take in vLLM's `ModelRunnerOutput` of a step, before the decisions on it."""
+    def before_stats(self) -> None:  # noqa: B027
+        """Set the gauges of /metrics."""
 
-    def cancel(self, plan: EvictionPlan, req_id: str) -> None:
-        """Decide nothing on a request after the step of this plan: the step read blocks that did not come."""
-        for due in plan.of(Due).values():
-            due.pop(req_id, None)
+    # A request
+
+    def on_turn(self, req_id: str, blocks: Sequence[RequestBlocks]) -> None:  # noqa: B027
+        """Note that a session's next turn begins."""
 
     def on_free(self, request: Any) -> None:  # noqa: B027
         """Note that a request is about to give back all blocks: it has ended, or it starts over."""
@@ -244,28 +248,24 @@ class Mechanism(ABC):
     def on_end(self, req_id: str) -> None:  # noqa: B027
         """Note that a request has ended."""
 
-    def on_hit(self, request: Any, hit: Any) -> Any:
-        """Return the prefix that a request starts with, in place of what vLLM found in the prefix cache."""
-        return hit
+    # The engine
 
-    def on_reset(self) -> None:  # noqa: B027
-        """Note that vLLM is about to reset the prefix cache: what requests have computed is void."""
-
-    def on_pause(self) -> None:  # noqa: B027
-        """Note that vLLM is about to pause, or to end all requests."""
+    @property
+    def lent(self) -> int:
+        """Blocks that the mechanism holds, and gives back as soon as requests need them."""
+        return 0
 
     def on_finish(self, finished: list[Any]) -> list[Any]:
         """Return the finished requests that clients know, of those that were told to finish."""
         return finished
 
-    def before_stats(self) -> None:  # noqa: B027
-        """Set the gauges of /metrics."""
+    def on_pause(self) -> None:  # noqa: B027
+        """Note that vLLM is about to pause, or to end all requests."""
 
-    def after_output(self, outputs: Mapping[int, Any]) -> None:  # noqa: B027
-        """Change what clients (client -> vLLM's `EngineCoreOutputs`) get of a step."""
+    def on_reset(self) -> None:  # noqa: B027
+        """Note that vLLM is about to reset the prefix cache: what requests have computed is void."""
 
-    def on_turn(self, req_id: str, blocks: Sequence[RequestBlocks]) -> None:  # noqa: B027
-        """Note that a session's next turn begins."""
+    # For subclasses
 
     def note_due(self, plan: EvictionPlan, group: Group, req_id: str) -> None:
         """Note a request as due after this step, and ask workers for the statistics that its decision needs."""

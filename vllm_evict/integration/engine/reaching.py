@@ -276,11 +276,11 @@ class Reaching(Staging):
         ]
         return min(computed, default=0) >= end
 
-    def on_start(self, plan: EvictionPlan, req_id: str, blocks: Sequence[RequestBlocks]) -> bool:
+    def on_start(self, plan: EvictionPlan, req_id: str, blocks: Sequence[RequestBlocks]) -> None:
         """Order workers to bring what a request has on the device from the host, and to read the rest there."""
         (its,), manager, request = blocks, self._manager, self._scheduler.requests[req_id]
         if (arriving := its.residence.arriving) is None:
-            return False
+            return
         del self._arriving[req_id]
         its.residence.arriving, numbers, room = None, arriving.numbers, arriving.room
         stay = {*room, *arriving.holes}
@@ -297,7 +297,6 @@ class Reaching(Staging):
             self.pool.give(plan, req_id, manager.number, its, there)
         self.pool.leave(plan, [number for _, there in fetched for number in there.values()])
         self.view.count(its, hit=arriving.from_host)
-        return False
 
     def _fetch(self, plan: EvictionPlan, request: Request, manager: Any, numbers: Mapping[int, int]) -> None:
         """Order workers to copy host blocks, {logical block: host block}, to a request's table, and publish them."""
@@ -331,7 +330,7 @@ class Reaching(Staging):
         for manager in self._beside:
             self._ends.update(manager.needed(req_id, tokens))
 
-    def before_output(self, output: ModelRunnerOutput) -> None:
+    def on_output(self, output: ModelRunnerOutput) -> None:
         """Count what layers have read on the host."""
         for req_id, counts in getattr(output, READ_ON_HOST, {}).items():
             if (blocks := self._manager.residents.get(req_id)) is not None:

@@ -156,12 +156,12 @@ class EvictionMixin(Base):
             starts += [start for start in computed if start[0] in cached.resumed_req_ids]
         for req_id, computed_tokens in starts:
             groups = self.blocks_of(req_id)
-            told = [each.on_start(plan, req_id, groups) for each in self.mechanisms.having("on_start")]
+            self.mechanisms.call("on_start", plan, req_id, groups)
             for blocks, group in zip(groups, plan.groups):
                 if blocks.started:
                     continue
                 blocks.started, blocks.first_query = True, computed_tokens
-                blocks.scoring = None if any(told) else self.scoring_of(self.requests[req_id], blocks)
+                blocks.scoring = self.scoring_of(self.requests[req_id], blocks)
                 if blocks.scoring is not None:
                     group.track[req_id] = blocks.scoring
 
@@ -176,7 +176,7 @@ class EvictionMixin(Base):
     ) -> dict[int, EngineCoreOutputs]:
         self.usages.next_step()
         self._failed_loads = set()
-        self.mechanisms.call("before_output", model_runner_output)
+        self.mechanisms.call("on_output", model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         plan: EvictionPlan = getattr(scheduler_output, PLAN, None) or EvictionPlan.empty(len(self.kv_managers))
         for req_id in self._failed_loads:
@@ -184,7 +184,6 @@ class EvictionMixin(Base):
                 group.report.pop(req_id, None)
             for mechanism in self.mechanisms:
                 mechanism.cancel(plan, req_id)
-        self.mechanisms.call("on_output", model_runner_output)
         reports = self.reports.take(scheduler_output, model_runner_output, plan)
         for mechanism in self.mechanisms.having("decide"):
             for action in mechanism.decide(plan, reports):
