@@ -27,7 +27,7 @@ def newest(index: str, known: tuple[str, ...]) -> str:
 def known_releases(root: Path = ROOT) -> tuple[str, ...]:
     """Return the releases that the plugin serves; nothing of vLLM's has to be installed for that."""
     source = (root / "vllm_evict/integration/start/versions.py").read_text()
-    (found,) = re.findall(r"^TESTED = (\(.*?\))", source, re.MULTILINE)
+    (found,) = re.findall(r"^CHECKED = (\(.*?\))", source, re.MULTILINE)
     return ast.literal_eval(found)
 
 

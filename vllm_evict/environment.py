@@ -15,7 +15,7 @@ def decode_kernel() -> str | None:
 
     With "stock" vLLM's own kernel decodes, and mass is measured beside it. Behind a GPU backend "triton" (the same as
     None) and "cuda" name a kernel of the plugin. Elsewhere these two have no effect, and the log names the kernel that
-    decodes (`integration.describe.ignored_settings`).
+    decodes (`integration.start.describe.ignored_settings`).
 
     Raises:
         KVPolicyError: the value is none of these.

@@ -1,4 +1,4 @@
-"""Releases of vLLM: tested ones are served, others if all that the plugin touches is as in a tested one."""
+"""Releases of vLLM: checked ones are served, others if all that the plugin touches is as in a checked one."""
 
 import logging
 import os
@@ -69,13 +69,13 @@ def refusal(version, sources):
         versions.check(version, sources)
     message = str(error.value)
     assert f"vLLM {version}," in message and "\n" not in message and message.endswith("or leave --kv-policy out")
-    assert all(f"vllm=={tested}" in message for tested in versions.TESTED)
+    assert all(f"vllm=={checked}" in message for checked in versions.CHECKED)
     return message
 
 
 @pytest.mark.parametrize("build", ["", "+cpu", "+cu130"])
-@pytest.mark.parametrize("version", versions.TESTED)
-def test_tested_releases_are_served_unread(version, build, warned):
+@pytest.mark.parametrize("version", versions.CHECKED)
+def test_checked_releases_are_served_unread(version, build, warned):
     for _ in range(2):
         versions.check(version + build, Sources(Path("/nowhere")))
     only_read = (
@@ -88,7 +88,7 @@ def test_what_is_said_to_have_been_run_is_what_runs_here_and_what_has_results():
     """A release on another's compiled parts is not among them: of its own build nothing has run."""
     found = releases.results()
     whole = {release for release, result in found.items() if "borrowed" not in result}
-    assert set(versions.RUN) == {HERE, *whole} and {*versions.RUN, *found} <= set(versions.TESTED)
+    assert set(versions.RUN) == {HERE, *whole} and {*versions.RUN, *found} <= set(versions.CHECKED)
     for release, result in found.items():
         assert result["runs"] and not any(entry["failed"] for run in result["runs"].values() for entry in run.values())
         assert versions.check(release) is None
@@ -99,7 +99,7 @@ def test_the_table_of_releases_is_that_of_the_results():
     assert f"<!-- python tests/harness/releases.py -->\n{releases.table()}\n" in page
 
 
-@pytest.mark.parametrize("version", ["0.32.1", "0.34.0", "0.33.0rc1", "0.33.0.dev5+g4ba787e", "1.0.0"])
+@pytest.mark.parametrize("version", ["0.32.1", "0.99.0", "0.33.0rc1", "0.33.0.dev5+g4ba787e", "1.0.0"])
 def test_another_release_is_served_with_one_line_if_all_that_is_touched_is_the_same(version, installed, warned):
     for _ in range(2):
         versions.check(version, installed)
@@ -136,7 +136,7 @@ def test_a_refusal_of_many_changes_names_a_few(tmp_path):
 
 
 def test_a_patch_release_costs_no_half_second(installed):
-    """Of processor time: files that a tested release has, too, are not parsed."""
+    """Of processor time: files that a checked release has, too, are not parsed."""
     taken = []
     for _ in range(3):
         sources = Edited(Sources(PACKAGE), *COMMENT)
@@ -147,11 +147,11 @@ def test_a_patch_release_costs_no_half_second(installed):
 
 
 def test_a_release_is_refused_only_when_a_policy_is_asked_for(tiny, monkeypatch):
-    monkeypatch.setattr(vllm, "__version__", "0.34.0")
+    monkeypatch.setattr(vllm, "__version__", "0.99.0")
     EngineArgs(model=str(tiny)).create_engine_config()
     monkeypatch.setattr(versions, "_compare", lambda sources, known: ("0.33.0", ["vllm:Engine.step"]))
     EngineArgs(model=str(tiny)).create_engine_config()
-    with pytest.raises(KVPolicyError, match=r"0\.34\.0.*vllm==0\.33\.0"):
+    with pytest.raises(KVPolicyError, match=r"0\.99\.0.*vllm==0\.33\.0"):
         EngineArgs(model=str(tiny), kv_policy="h2o").create_engine_config()
 
 

@@ -19,7 +19,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_evict import KVPolicyConfig, KVPolicyError
 from vllm_evict.config import presets
-from vllm_evict.integration.start import arguments, fallback
+from vllm_evict.integration.start import arguments, versions
 
 try:
     from vllm.entrypoints.common.startup import get_non_default_args
@@ -66,7 +66,7 @@ def test_vllm_chooses_the_runner_that_serves_the_policy(configured, monkeypatch,
     config = configured(kv_policy=policy, **options)
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
     if not v2:  # as before vLLM 0.32
-        monkeypatch.setattr(fallback, "serves_on_v2", lambda: False)
+        monkeypatch.setattr(versions, "serves_on_v2", lambda: False)
     assert config.use_v2_model_runner is pickle.loads(pickle.dumps(config)).use_v2_model_runner is v2
     # What vLLM's warning lists.
     lacking = [each for each in config._get_v2_model_runner_unsupported_features() if "under a KV policy" in each]

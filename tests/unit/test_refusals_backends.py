@@ -173,7 +173,7 @@ def test_some_methods_are_served_on_model_runner_v2_alone(method):
 
 
 def test_the_way_out_of_drafts_on_model_runner_v2_before_they_are_served_there(monkeypatch):
-    monkeypatch.setattr("vllm_evict.integration.start.fallback.serves_on_v2", lambda: False)
+    monkeypatch.setattr("vllm_evict.integration.start.versions.serves_on_v2", lambda: False)
     served = plain_config()
     served.use_v2_model_runner = True
     served.speculative_config = drafts = SimpleNamespace(

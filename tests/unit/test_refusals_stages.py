@@ -7,7 +7,7 @@ from test_refusals import H2O, NGRAM, engine_config, refusal, with_config
 from test_refusals_backends import plain_config
 
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
-from vllm_evict.integration.start import fallback
+from vllm_evict.integration.start import fallback, versions
 from vllm_evict.integration.start.capabilities import refuse
 
 #: Policy, arguments, changes of the model's configuration, what to change.
@@ -81,7 +81,7 @@ def test_a_stage_without_layers_is_refused(tiny, monkeypatch):
 @pytest.mark.since("0.31", "its Model Runner V1 has stages under async scheduling")
 def test_async_scheduling_asked_for_beside_stages_is_refused_by_name(tiny, monkeypatch, async_stays):
     """Before vLLM 0.32 stages run on Model Runner V1, where vLLM lacks async scheduling; by itself vLLM leaves it out."""
-    monkeypatch.setattr(fallback, "serves_on_v2", lambda: False)
+    monkeypatch.setattr(versions, "serves_on_v2", lambda: False)
     message = refusal(engine_config, tiny, pipeline_parallel_size=2, async_scheduling=True)
     assert message == (
         "pipeline parallelism under a KV policy got pipeline parallelism with async scheduling; expected Model Runner "
@@ -94,7 +94,7 @@ def test_what_needs_the_other_runner_is_named_where_v1_is_needed(monkeypatch):
     """vLLM takes Model Runner V2 for a watermark, whatever VLLM_USE_V2_MODEL_RUNNER says."""
     config = plain_config(scheduler_config__async_scheduling=True)
     config.use_v2_model_runner, config.additional_config = True, {}
-    monkeypatch.setattr(fallback, "version", lambda _: "0.31.0")
+    monkeypatch.setattr(versions, "version", lambda _: "0.31.0")
 
     def refused(message):
         with pytest.raises(KVPolicyError, match=message):

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from ..core.plan import Report, Reports
-from ..policies import CACHED
+from ..policies import CACHED, LESS_IS_MORE
 from .kernels.keys import key_scores
 from .needs import AT_A_TIME, OF_DIMENSION, Needs
 from .parts import AllReduce
@@ -22,9 +22,6 @@ ReadBlocks = Callable[[torch.Tensor, bool], Iterable[tuple[torch.Tensor, torch.T
 
 #: Statistics that read values.
 OF_VALUES = frozenset({"value_key_ratio"})
-
-#: Statistics whose lower values make a block more important. A maximum over heads or layers takes their minimum.
-LESS_IS_MORE = frozenset({"key_norm", "redundancy"})
 
 
 class CachedStatistics(Probe):

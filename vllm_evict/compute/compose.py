@@ -1,4 +1,4 @@
-"""Makes the parts of a KV group's runtime from the configuration. No other file asks which features are on."""
+"""Makes the parts of a KV group's runtime from the configuration. No other file asks which parts a policy needs."""
 
 from typing import NamedTuple
 

@@ -33,9 +33,8 @@ _UNKNOWN = object()
 class EvictionRuntime:
     """State of one worker, between the scheduler's plans and the attention backend.
 
-    Order of a step: `begin` applies the plan. The runner writes holes into its block tables and sets the batch's
-    requests. Metadata builders ask for the `view` of their group. Each layer runs its `StepWork`. `end` adds the step's
-    mass to the running sums and reports.
+    Order of a step (docs/design.md, "Parts of a worker"): `begin`, `rearrange`, each group's `view`, each layer's
+    `StepWork`, `end`.
 
     Nothing here waits for a device: offsets of queries, lengths and holes come from vLLM's host copies and from plans.
     All of a step runs in torch's inference mode, as caches and sums are made in it.

@@ -84,12 +84,10 @@ class Groups(Frozen):
     def profiled(self: C, name: str, block_size: int, prompt_len: int) -> C:
         """Return the configuration of a KV group whose policy is chosen: that policy with this one's sizes."""
         budget, sizes = self._resolved(block_size, prompt_len)
-        fields = {**sizes, "protect": self.protect, "buffer": self.buffer}
-        if name == "h2o":
-            as_given = isinstance(self.budget, int) and budget == math.ceil(self.budget / block_size)
-            fields["budget"] = self.budget if as_given else budget * block_size
-            fields |= {"accumulate": "last", "window": self.window, "heads": self.heads}
-        config: C = self.parse({"name": name} if name == "full" else {"name": name, **fields})
+        as_given = isinstance(self.budget, int) and budget == math.ceil(self.budget / block_size)
+        sizes["budget"] = self.budget if as_given else budget * block_size
+        taken = {field: sizes.get(field, getattr(self, field)) for field in self.policy.profiles[name]}
+        config: C = self.parse({"name": name, **taken})
         return config
 
     @property

@@ -26,7 +26,7 @@ class Declaration:
     options: ClassVar[frozenset[str]] = names_of(KEEPING)
     #: Values of declared and fixed fields that the user does not give. Follows from `declares` and `fixed`.
     defaults: ClassVar[Mapping[str, Any]] = {option.name: option.default for option in KEEPING}
-    #: Statistics that workers measure for the policy.
+    #: Statistics that workers measure for the policy (`policies.base`).
     measures: ClassVar[frozenset[str]] = frozenset()
     #: Whether the recent window is what the budget leaves beside the sinks.
     window_is_the_budget: ClassVar[bool] = False
@@ -35,8 +35,9 @@ class Declaration:
     reconstructs: ClassVar[bool] = False
     #: Who shares the budget unless a configuration says otherwise. Follows from `defaults`.
     allocator: ClassVar[Allocator] = ALLOCATORS["uniform"]
-    #: Whether the policy chooses another policy for each KV group once the prompt is computed (`policies.fastgen`).
-    profiles: ClassVar[bool] = False
+    #: Policies of which one is chosen for each KV group once the prompt is computed (`policies.fastgen`): name -> the
+    #: fields that it takes over from this one.
+    profiles: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     def __init_subclass__(cls) -> None:
         cls.options = names_of(cls.declares)

@@ -180,7 +180,7 @@ class RequestBlocks:
         self.residence.adopt(there, blocks)
         self.pure_tokens = blocks * self.block_size
 
-    def plan_step(self, first: int, tokens: int) -> None:
+    def note_step(self, first: int, tokens: int) -> None:
         """Note a step that computes `tokens` tokens from token `first` on, before vLLM publishes what it fills.
 
         Tokens of a step that attends to a part of the resident ones are not pure, nor are those that see them later.

@@ -1,7 +1,7 @@
 """Messages between scheduler and workers, one each way a step, as attributes of vLLM's own messages."""
 
 from collections.abc import Callable, Collection, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -56,10 +56,11 @@ class Scoring:
             # A worker cannot foresee when the pool runs out. An exponential window of the same mean age stands in for
             # the last queries before the decision.
             accumulate, decay = "ema", max(1 - 1 / config.window, 1e-6)
-        for statistic in config.policy.measures & RUNNING:
-            per_token = config.granularity == "token"
-            return cls(accumulate, decay, config.window, config.every, trigger, statistic, per_token=per_token)
-        return None
+        statistic = next(iter(config.policy.measures & RUNNING), None)
+        if statistic is None:
+            return None
+        per_token = config.granularity == "token"
+        return cls(accumulate, decay, config.window, config.every, trigger, statistic, per_token=per_token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +160,22 @@ class GroupPlan:
     rooms: dict[str, RoomOf] = field(default_factory=dict)
     reached: dict[str, dict[int, int]] = field(default_factory=dict)
 
+    def forget(self, req_id: str) -> None:
+        """Drop all that the plan says of a request."""
+        for name in _BY_REQUEST:
+            getattr(self, name).pop(req_id, None)
+        self.untrack.discard(req_id)
+
+
+_BY_REQUEST = tuple(each.name for each in fields(GroupPlan) if each.default_factory is dict)
+
 
 @dataclass(slots=True)
 class EvictionPlan:
     """What the scheduler tells workers with a step. Workers apply it before they run the step.
 
-    Notes of mechanisms on the step are `of` a class of the mechanism's. They stay with the scheduler.
+    Notes of mechanisms on the step are `of` a class of the mechanism's. They stay with the scheduler, as all fields do
+    that are not given to the constructor.
 
     Attributes:
         groups: a plan for each KV group.
@@ -182,13 +193,12 @@ class EvictionPlan:
     poison: list[int] = field(default_factory=list)
     clean: list[int] = field(default_factory=list)
     unread: set[str] = field(default_factory=set)
-    _notes: dict[Any, Any] = field(default_factory=dict)
+    _notes: dict[Any, Any] = field(default_factory=dict, init=False)
     #: Number of orders when their requests were last collected, and these requests.
-    _ordered: tuple[int, Set[str]] = (0, frozenset())
+    _ordered: tuple[int, Set[str]] = field(default=(0, frozenset()), init=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        told = (self.groups, self.orders, self.rows, self.poison, self.clean, self.unread)
-        return EvictionPlan, told
+        return EvictionPlan, tuple(getattr(self, each.name) for each in fields(self) if each.init)
 
     def of(self, kind: Callable[[], N]) -> N:
         """Return a mechanism's notes on the step: the object of this class, which is made when first asked for."""
@@ -205,9 +215,7 @@ class EvictionPlan:
     def forget(self, req_id: str) -> None:
         """Drop what the plan says of a request that has no block table any more."""
         for group in self.groups:
-            for told in (group.missing, group.track, group.triggers, group.scored, group.rooms, group.reached):
-                told.pop(req_id, None)
-            group.untrack.discard(req_id)
+            group.forget(req_id)
         if req_id in self._ordering():
             self.orders = [order for order in self.orders if order.req_id != req_id]
 

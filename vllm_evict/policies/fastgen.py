@@ -1,5 +1,8 @@
 """FastGen: at the end of the prompt each group of heads gets the cheapest policy that keeps most of its attention."""
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import numpy as np
 
 from ..config.allocators import ALLOCATORS
@@ -10,6 +13,8 @@ from .base import Blocks, Policy
 RECOVERY = Option(
     "recovery", real(gt=0, le=1), 0.95, "share of the attention mass that the policy chosen for a KV group has to keep"
 )
+#: Fields that a chosen policy takes over, beside those of its own.
+SIZES = ("sink", "recent", "protect", "buffer")
 
 
 class FastGen(Policy):
@@ -24,7 +29,11 @@ class FastGen(Policy):
 
     name = "fastgen"
     paper = "Ge et al., Model Tells You What to Discard: Adaptive KV Cache Compression ..., ICLR 2024, arXiv:2310.01801"
-    profiles = True
+    profiles: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "sink-window": SIZES,
+        "h2o": (*SIZES, "budget", "accumulate", "window", "heads"),
+        "full": (),
+    }
     measures = frozenset({"mass"})
     declares = (*ALLOCATORS["heads"].fields((*without(KEEPING, "when", "prompt"), *REDUCTION, WINDOW)), RECOVERY)
     fixed = {"accumulate": "last", "allocate": "heads"}
@@ -44,7 +53,7 @@ class FastGen(Policy):
             recovery: share of the mass that the policy has to keep.
 
         Returns:
-            "sink-window", "h2o" or "full".
+            One of `profiles`.
         """
         wanted = recovery * mass.sum()
         kept = mass[protected].sum()

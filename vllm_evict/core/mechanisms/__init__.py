@@ -1,4 +1,4 @@
-"""Mechanisms: each is one way in which requests lose blocks, move them, or have keys rotated."""
+"""Mechanisms that decide on blocks (docs/design.md, "Mechanisms and actions")."""
 
 from .base import Group, Mechanism, SchedulerView, Step
 from .budget import Budget

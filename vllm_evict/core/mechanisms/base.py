@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 from ...config import KVPolicyConfig
 from ..actions import Action, Applied
 from ..blocks import RequestBlocks
-from ..plan import EvictionPlan, GroupPlan, Report, Reports
+from ..plan import EvictionPlan, Report, Reports
 
 M = TypeVar("M", bound="Mechanism")
 #: Successive missing reports after which a decision evicts the oldest blocks instead of waiting.
@@ -128,7 +128,7 @@ class Misses:
 
 
 class Mechanism(ABC):
-    """One way in which requests lose blocks, get them back, or have them rearranged.
+    """One way in which requests lose blocks, get them back, or have them moved; or what follows from that.
 
     The scheduler calls the hooks below and knows no mechanism by name; each hook does nothing by default. State of a
     request is `RequestBlocks.of` a class of the mechanism's, and notes on a step are `EvictionPlan.of` one.
@@ -242,6 +242,15 @@ class Mechanism(ABC):
     def on_turn(self, req_id: str, blocks: Sequence[RequestBlocks]) -> None:  # noqa: B027
         """Note that a session's next turn begins."""
 
+    def note_due(self, plan: EvictionPlan, group: Group, req_id: str) -> None:
+        """Note a request as due after this step, and ask workers for the statistics that its decision needs."""
+        blocks, noted = group.residents[req_id], plan.groups[group.number]
+        plan.of(Due)[group.number][req_id] = blocks.incarnation
+        if blocks.config.granularity == "token":
+            noted.judged[req_id] = self.view.current_step
+        elif blocks.measured:
+            noted.report[req_id] = blocks.config.policy.measures
+
     def due(self, plan: EvictionPlan) -> Iterator[tuple[Group, Any, RequestBlocks]]:
         """Yield the requests that the plan notes as due, if they still run and have not restarted."""
         for group in self.view.groups:
@@ -276,19 +285,3 @@ def settled(request: Any) -> int:
 def verified(request: Any, first: int, tokens: int) -> int:
     """Return how many of `tokens` tokens that a request computes from token `first` on are no drafts; one at least."""
     return min(tokens, max(request.num_tokens - first, 1))
-
-
-def note(plan: EvictionPlan, group: GroupPlan, number: int, req_id: str, blocks: RequestBlocks, step: int) -> None:
-    """Note a request as due after this step, and ask workers for the statistics that its decision needs.
-
-    Args:
-        plan, group: the step's plan, and that of the KV group.
-        number: of the KV group.
-        req_id, blocks: the request.
-        step: number of the step.
-    """
-    plan.of(Due)[number][req_id] = blocks.incarnation
-    if blocks.config.granularity == "token":
-        group.judged[req_id] = step
-    elif blocks.measured:
-        group.report[req_id] = blocks.config.policy.measures

@@ -7,7 +7,7 @@ from ...config import KVPolicyConfig
 from ..actions import Action, back_to_budget
 from ..blocks import RequestBlocks
 from ..plan import EvictionPlan, Reports
-from .base import Due, Group, Mechanism, Step, note, settled
+from .base import Due, Group, Mechanism, Step, settled
 
 
 class Budget(Mechanism):
@@ -18,9 +18,9 @@ class Budget(Mechanism):
         return not config.allocator.pools
 
     def plan(self, plan: EvictionPlan, step: Step) -> None:
-        for group, noted, over in zip(self.view.groups, plan.groups, step.over):
+        for group, over in zip(self.view.groups, step.over):
             for req_id in over:
-                note(plan, noted, group.number, req_id, group.residents[req_id], self.view.current_step)
+                self.note_due(plan, group, req_id)
 
     def decide(self, plan: EvictionPlan, reports: Sequence[Reports]) -> Iterable[Action]:
         for group, request, blocks in (*self.due(plan), *self._ended_turns(plan)):

@@ -7,7 +7,7 @@ from ...policies import POLICIES
 from ..actions import Action
 from ..blocks import RequestBlocks
 from ..plan import EvictionPlan, Report, Reports
-from .base import Due, Mechanism, Step, settled
+from .base import Mechanism, Step, settled
 
 
 class Profiles(Mechanism):
@@ -18,13 +18,12 @@ class Profiles(Mechanism):
         return any(POLICIES[name].profiles for name in config.allowed)
 
     def plan(self, plan: EvictionPlan, step: Step) -> None:
-        for group, noted in zip(self.view.groups, plan.groups):
+        for group in self.view.groups:
             for req_id in step.tokens:
                 blocks, request = group.residents[req_id], self.view.requests[req_id]
                 waits = blocks.measured and blocks.config.policy.profiles
                 if waits and request.num_computed_tokens >= request.num_prompt_tokens:
-                    plan.of(Due)[group.number][req_id] = blocks.incarnation
-                    noted.report[req_id] = blocks.config.policy.measures
+                    self.note_due(plan, group, req_id)
 
     def decide(self, plan: EvictionPlan, reports: Sequence[Reports]) -> Iterable[Action]:
         for group, request, blocks in self.due(plan):

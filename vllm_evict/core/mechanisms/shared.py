@@ -7,7 +7,7 @@ from ...config import KVPolicyConfig
 from ..actions import Action
 from ..blocks import choose_jointly, over_shared_trigger
 from ..plan import EvictionPlan, Reports
-from .base import Due, Mechanism, Step, settled
+from .base import Mechanism, Step, settled
 
 
 class SharedBudget(Mechanism):
@@ -20,11 +20,9 @@ class SharedBudget(Mechanism):
     def plan(self, plan: EvictionPlan, step: Step) -> None:
         # If one KV group of a request grew, all its groups are due, provided that they exceed their triggers together.
         for req_id in dict.fromkeys(chain.from_iterable(step.over)):
-            of_groups = [group.residents[req_id] for group in self.view.groups]
-            if over_shared_trigger(of_groups):
-                for number, (noted, blocks) in enumerate(zip(plan.groups, of_groups)):
-                    plan.of(Due)[number][req_id] = blocks.incarnation
-                    noted.report[req_id] = blocks.config.policy.measures
+            if over_shared_trigger([group.residents[req_id] for group in self.view.groups]):
+                for group in self.view.groups:
+                    self.note_due(plan, group, req_id)
 
     def decide(self, plan: EvictionPlan, reports: Sequence[Reports]) -> Iterable[Action]:
         for group, request, first in self.due(plan):

@@ -318,9 +318,8 @@ class EvictableManager(FullAttentionManager):
     ) -> tuple[dict[int, int], list[KVCacheBlock], list[KVCacheBlock]] | None:
         """Put holes into a request's table, and private blocks at `writes`.
 
-        Workers have to hear of it with the very next plan: the pool may hand out a freed block in that step. Steps in
-        flight still read the block, and run before any write of that step. Private blocks are taken from the request,
-        from its `holes` too, or from the pool.
+        Workers have to hear of it with the very next plan: the pool may hand out a freed block in that step. Private
+        blocks are taken from the request, from its `holes` too, or from the pool.
 
         Args:
             request_id: a running request, or a session between two turns.

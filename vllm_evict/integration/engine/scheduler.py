@@ -48,9 +48,8 @@ class EvictionMixin(Base):
     """Adds eviction to a vLLM scheduler: plans with `schedule`, decides with `update_from_output`.
 
     `schedule` notes requests whose block table grows past their trigger. When the step is done, mechanisms decide on
-    them. Evicted blocks go back to the pool at once. The holes travel with the plan of the next `schedule`, the first
-    one that could hand those blocks out. Steps in flight still read the old table, and every worker runs them before
-    the step that writes a reused block.
+    them. Evicted blocks go back to the pool at once, and their holes go to workers with the plan of the next `schedule`
+    (docs/architecture.md, "When an evicted block is used again").
 
     The parts are objects: `mechanisms` decide, `admission` grants policies, `hits` cuts prefix hits, `reports` takes
     what workers report, `usages` tells the front end.

@@ -68,7 +68,7 @@ class Tally:
         counts["copied"] += copied
 
     def add(self, policy: str, **counts: int) -> None:
-        """Add to counters of a policy, and of the place to which its blocks go."""
+        """Add to counters of a policy: `COUNTERS`, and `HOST_COUNTERS` where blocks go to the host."""
         known = self._counts[policy]
         for key, count in counts.items():
             known[key] = known.get(key, 0) + count
@@ -83,11 +83,11 @@ class Tally:
         self._skipped.setdefault(policy, Counter())[why] += 1
 
     def hold(self, policy: str, used: int, block_bytes: int, unused: int = 0) -> None:
-        """Set the gauges of a policy's place.
+        """Set `HOST_GAUGES` of a policy.
 
         Args:
             policy: its name.
-            used: blocks there that hold something now.
+            used: host blocks that hold something now.
             block_bytes: bytes of each.
             unused: of these, blocks that no request uses.
         """

@@ -36,7 +36,7 @@ class EngineView(SchedulerView, Protocol):
 
     Attributes:
         kv_managers: managers of the KV groups that may have holes, in the order of `Group.number`.
-        other_managers: those of sliding windows and of states.
+        other_managers: those of sliding windows, of chunks and of states.
         mechanisms: of the server.
         tally: counts for /metrics.
         residents: request -> its blocks in the first KV group that may have holes.

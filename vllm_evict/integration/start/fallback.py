@@ -1,14 +1,13 @@
 """Has vLLM choose Model Runner V1 where a KV policy serves a feature on V1 alone."""
 
 import functools
-from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
 import vllm.envs as envs
-from packaging.version import Version
 
 from ...config import KVPolicyError
+from . import versions
 from .connectors import prefills_alone
 from .late import once
 
@@ -62,7 +61,7 @@ def _served_on_v1_alone(vllm_config: Any) -> list[str]:
         "speculative decoding": vllm_config.speculative_config is not None,
         "pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,
     }
-    return [feature for feature, is_used in used.items() if is_used and not serves_on_v2()]
+    return [feature for feature, is_used in used.items() if is_used and not versions.serves_on_v2()]
 
 
 def use_v1(vllm_config: Any) -> str:
@@ -72,8 +71,3 @@ def use_v1(vllm_config: Any) -> str:
     parallel, asynchronous = vllm_config.parallel_config, vllm_config.scheduler_config.async_scheduling
     without = ", leave --async-scheduling out" if parallel.pipeline_parallel_size > 1 and asynchronous else ""
     return f"set VLLM_USE_V2_MODEL_RUNNER=0{without}"
-
-
-def serves_on_v2() -> bool:
-    """Return whether speculation and stages are served on Model Runner V2 of this vLLM: 0.32 and later."""
-    return bool(Version(version("vllm")) >= Version("0.32"))

@@ -1,8 +1,10 @@
-"""Releases of vLLM that the plugin serves on, and all that differs between them.
+"""Releases of vLLM that the plugin serves on, and what differs between them for several modules.
 
-A release that `TESTED` lists is served. The sources of any other release are compared at start: it is served if each
-function that the plugin replaces, calls or relies on is that of a tested release, else refused. `touched.json` has the
-digests of these functions in each tested release; `tests/harness/guard` writes it.
+What differs for one function alone stands in it, with the release ("since 0.32").
+
+A release that `CHECKED` lists is served. The sources of any other release are compared at start: it is served if each
+function that the plugin replaces, calls or relies on is that of a checked release, else refused. `touched.json` has the
+digests of these functions in each checked release; `tests/harness/guard` writes it.
 """
 
 import functools
@@ -22,16 +24,16 @@ from packaging.version import Version
 from ...config import KVPolicyError
 from .sources import FUNCTIONS, Found, Sources
 
-#: Releases whose sources hold all that the guard asks for (tests/compat/test_guard.py).
-TESTED = ("0.30.0", "0.31.0", "0.32.0", "0.33.0")
-#: Those of them whose own builds the tests have been run on (benchmarks/results/versions has the results).
+#: Releases whose sources were checked: they hold all that the guard asks for (tests/compat/test_guard.py).
+CHECKED = ("0.30.0", "0.31.0", "0.32.0", "0.33.0")
+#: Of them, releases on whose own builds tests have been run (benchmarks/results/versions has the results).
 RUN = ("0.30.0", "0.31.0", "0.32.0")
 #: Modules whose content some releases have in another module: where it was -> where it went.
 MOVED = {  # vLLM 0.33
     "vllm.entrypoints.launchers.cli_args": "vllm.entrypoints.common.cli_args",
     "vllm.v1.core.kv_cache_utils": "vllm.v1.core.kv_cache_planning",
 }
-#: Of each tested release: digests of files, and of functions with the modules in which they are looked up.
+#: Of each checked release: digests of files, and of functions with the modules in which they are looked up.
 #: {"releases": [...], "files": {module: [digest, ...]}, "functions": {"module:name": {"in": [module, ...], "code":
 #: [digest, ...]}}}; a digest is None where a release has no such file or function.
 TOUCHED = Path(__file__).with_name("touched.json")
@@ -42,21 +44,21 @@ NAMED = 5
 logger = logging.getLogger("vllm.evict")
 
 
-def check(version: str, sources: Sources | None = None) -> None:
-    """Refuse a release of vLLM that is not tested, unless all that the plugin touches is as in a tested release.
+def check(release: str, sources: Sources | None = None) -> None:
+    """Refuse a release of vLLM that is not checked, unless all that the plugin touches is as in a checked release.
 
     Args:
-        version: of vLLM.
+        release: of vLLM.
         sources: of vLLM; None for those that are installed.
 
     Raises:
         KVPolicyError: naming the functions that differ, and releases to install.
     """
-    parsed = Version(version)
-    if parsed.is_prerelease or parsed.base_version not in TESTED:
-        _check_sources(version, sources)
+    parsed = Version(release)
+    if parsed.is_prerelease or parsed.base_version not in CHECKED:
+        _check_sources(release, sources)
     elif parsed.base_version not in RUN:
-        _warn_not_run(version)
+        _warn_not_run(release)
 
 
 def splits_in_builders() -> bool:
@@ -69,6 +71,11 @@ def splits_in_builders() -> bool:
 def layers_size_blocks(device: str) -> bool:
     """Return whether layers tell vLLM the size of blocks on a device: on GPUs, and on CPUs since vLLM 0.33."""
     return device != "cpu" or Version(version("vllm")) >= Version("0.33")
+
+
+def serves_on_v2() -> bool:
+    """Return whether speculation and stages are served on Model Runner V2 of this vLLM: 0.32 and later."""
+    return Version(version("vllm")) >= Version("0.32")
 
 
 def import_moved(module: str, name: str) -> Any:
@@ -120,7 +127,7 @@ def digest(sources: Sources, where: str) -> str | None:
     return sources.body_digest(found) if found and isinstance(found.node, FUNCTIONS) else None
 
 
-def _check_sources(version: str, sources: Sources | None) -> None:
+def _check_sources(release: str, sources: Sources | None) -> None:
     if sources is None:
         spec = importlib.util.find_spec("vllm")
         assert spec is not None and spec.origin is not None, "vLLM is installed"
@@ -130,15 +137,15 @@ def _check_sources(version: str, sources: Sources | None) -> None:
         nearest, changed = _compare(sources, known)
     if changed:
         raise KVPolicyError(
-            f"vllm_evict works inside vLLM and has not been tested with vLLM {version}, which differs from "
+            f"vllm_evict works inside vLLM and has not been tested with vLLM {release}, which differs from "
             f"vLLM {nearest} in {_functions(sources, changed)}: "
-            f"install one of {', '.join(f'vllm=={tested}' for tested in TESTED)}, or leave --kv-policy out"
+            f"install one of {', '.join(f'vllm=={checked}' for checked in CHECKED)}, or leave --kv-policy out"
         )
-    _say_identical(version, len(known["functions"]), nearest)
+    _say_identical(release, len(known["functions"]), nearest)
 
 
 def _compare(sources: Sources, known: dict[str, Any]) -> tuple[str, list[str]]:
-    """Return the tested release with the most files in common, and the functions that differ from it."""
+    """Return the checked release with the most files in common, and the functions that differ from it."""
     files = {module: sources.digest(module) for module in known["files"]}
     differing = [
         {module for module, each in known["files"].items() if each[column] != files[module]}
@@ -177,20 +184,20 @@ def _no_collection() -> Iterator[None]:
 
 
 @functools.cache
-def _say_identical(version: str, functions: int, release: str) -> None:
+def _say_identical(release: str, functions: int, nearest: str) -> None:
     logger.warning(
         "vllm_evict has not been tested with vLLM %s; all %d functions of vLLM that it replaces, calls or relies on "
         "are those of vLLM %s, so it serves",
-        version,
-        functions,
         release,
+        functions,
+        nearest,
     )
 
 
 @functools.cache
-def _warn_not_run(version: str) -> None:
+def _warn_not_run(release: str) -> None:
     logger.warning(
         "vllm_evict has been checked against the sources of vLLM %s, not run on it; it has been run on vLLM %s",
-        version,
+        release,
         ", ".join(RUN),
     )

@@ -431,7 +431,7 @@ def settle(
             own = "" if advice.is_own_dtype(vllm_config) else f"{advice.own_dtype(vllm_config)}, or "
             raise KVPolicyError(f"{name} {reason}: use {own}{UNREAD}")
         for group in runtime.groups:
-            group.leave_out(BlockMass)  # of audits
+            group.leave_out(BlockMass)  # that of audits: a policy that measures reads keys
     decodes &= all(map(ops.can_decode, layers.values()))
     parts = config.classes.values()
     alike = len(parts) == 1 and not config.statistics and not any(part.layers_differ for part in parts)

@@ -10,7 +10,7 @@ from vllm.platforms import current_platform
 from ....compute.attention.ops import CPU_FP8_NAMES, FP8_NAMES, LATENT, OPS, UNLIKE, WHOLE_LAYERS
 from ....config import KVPolicyConfig
 from ....config.features import Feature
-from .. import advice, attending, connectors, drafters, fallback, windows
+from .. import advice, attending, connectors, drafters, fallback, versions, windows
 from ..machine import memory_bytes
 
 #: Attention backends that work behind a view, except those of MLA (`LATENT`) and of `UNLIKE` keys and values.
@@ -316,7 +316,7 @@ class Server:
 
     @property
     def serves_on_v2(self) -> bool:
-        return fallback.serves_on_v2()
+        return versions.serves_on_v2()
 
     @property
     def drafts_here(self) -> bool:
