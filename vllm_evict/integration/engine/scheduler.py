@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import compress
 from typing import Any
 
-import numpy as np
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
