@@ -69,7 +69,7 @@ if [ -n "$(installed torchvision)" ] && ! "$BIN/python" -c 'import torchvision' 
     "$BIN/python" -m pip uninstall --yes torchvision torchaudio torchcodec >>"$LOG" 2>&1
 fi
 
-# For tests with images (tests/harness/vision.py), which make do with a build that wants CUDA. No other process finds it there.
+# For tests with images (tests/harness/preparation.py), which make do with a build that wants CUDA. No other process finds it there.
 if [ ! -d "$VENV/vision/torchvision" ]; then
     say "torchvision $(pinned torchvision), for tests with images"
     pip_install ${index[@]+"${index[@]}"} --no-deps --target "$VENV/vision" "torchvision==$(pinned torchvision)" ||

@@ -276,8 +276,8 @@ def test_load_beyond_the_pool(request, poisoned, shadows, make, scheduling):
     server = request.getfixturevalue(make)(
         {**SERVER, "buffer": 32, "allow": ["full"]}, blocks=66, max_num_batched_tokens=128, scheduling_policy=scheduling
     )
-    preempted, preempt = [], server.scheduler._preempt_request
-    server.scheduler._preempt_request = lambda req, *a, **k: preempted.append(req.request_id) or preempt(req, *a, **k)
+    preempted = []
+    after(server.scheduler, "_preempt_request", lambda _, request, *a: preempted.append(request.request_id))
     for index in range(12):
         asks = {"extra_args": {"kv_policy": "full"}} if index % 4 == 3 else {}
         server.add(random_prompt(250 + 30 * index, index), f"p{index}", max_tokens=150, logprobs=0, **asks)

@@ -465,7 +465,7 @@ def test_a_request_of_another_policy_reads_as_its_server_does(name):
         blocks = RequestBlocks(own, None, BLOCK, reads_by=server)
         assert own.name == other and not server.reads_less(1, 1, BLOCK) and server.reads_less(1, 1000, BLOCK)
         for held in range(1, 1000):
-            blocks.plan_step(held - 1, 1)
+            blocks.note_step(held - 1, 1)
             assert (blocks.pure_tokens is not None) == server.reads_less(1, held, BLOCK)
 
 

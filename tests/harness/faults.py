@@ -377,7 +377,7 @@ MUTANTS = [
     ),
     Mutant(
         "mass by kernel blocks is added to one block of the pool",
-        "compute/attention/kernel_blocks.py",
+        "compute/attention/by_kernel_blocks.py",
         "out.add_(split.unflatten(2, (-1, count)).sum(3))",
         "out.add_(split[:, :, ::count])",
         ("kernel_blocks",),

@@ -2,7 +2,9 @@
 
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 TESTS = Path(__file__).parents[1]
 #: Folders whose modules tests import: the harness, then the lanes.
@@ -30,12 +32,18 @@ sys.path += [folder for folder in FOLDERS if folder not in sys.path]
 
 
 def prepare():
-    """Set up Triton's interpreter and torchvision."""
+    """Set up Triton's interpreter and torchvision, which image processors of transformers and vLLM's Qwen-VL need.
+
+    pip's torchvision is built for CUDA, and its operators can't be loaded here. Processors of images resize with
+    torch's; only the registration of shapes of torchvision's own operators wants these to be there.
+    """
+    # Where scripts/setup.sh puts it. It has to come before transformers and vLLM are imported.
+    sys.path.append(str(Path(sys.prefix) / "vision"))
+    if find_spec("torchvision") is not None:
+        name = "torchvision._meta_registrations"
+        sys.modules.setdefault(name, ModuleType(name))
     import interpreter
     import torch
-    import vision
-
-    vision.use_torchvision()
 
     if not torch.cuda.is_available():
         interpreter.use_interpreter()

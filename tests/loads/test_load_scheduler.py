@@ -180,7 +180,7 @@ def published_impure(monkeypatch):
 
 
 def reads_purely(monkeypatch):
-    monkeypatch.setattr(RequestBlocks, "plan_step", lambda *_: None)
+    monkeypatch.setattr(RequestBlocks, "note_step", lambda *_: None)
 
 
 def never_due(monkeypatch):

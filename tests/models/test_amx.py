@@ -11,7 +11,7 @@ from evaluation import NEEDLE, ROOT, needles
 from latent import MODELS, mended_rotation
 from oracle.model import DenseLlama
 from oracle.visible import assert_like_dense, visible
-from test_mla import POLICIES, expected, importances, truths  # noqa: F401
+from test_mla import check_all_policies, expected, importances, truths  # noqa: F401
 
 from vllm_evict.compute import sums
 from vllm_evict.compute.attention import cpu
@@ -52,21 +52,9 @@ def serve(engine, truths):  # noqa: F811
 @pytest.mark.both_runners("DeepseekV3ForCausalLM")
 @pytest.mark.parametrize("architecture", MODELS)
 def test_logprobs_after_evictions_are_those_of_transformers(serve, truths, poisoned, architecture):  # noqa: F811
-    """Of requests under all policies in one batch, prompts in chunks beside decodes; freed blocks are full of NaN."""
-    _, model = truths(architecture)
+    """Prompts in chunks beside decodes; freed blocks are full of NaN."""
     server = serve(H2O, architecture, max_num_batched_tokens=200)
-    prompts = [random_prompt(230 + 10 * number, number) for number in range(len(POLICIES))]
-    asked = [{"max_tokens": 70, "logprobs": 0, "extra_args": {"kv_policy": policy}} for policy in POLICIES]
-    outputs, traces = server.traced(list(zip(prompts, asked)))
-    moved = 0
-    for policy, prompt, output, trace in zip(POLICIES, prompts, outputs, traces):
-        assert sum(map(len, trace.evicted)) > 3, policy
-        want = expected(model, prompt, output, trace, BLOCK)
-        np.testing.assert_allclose(logprobs_of(output), want, atol=NOISE, err_msg=policy)
-        trace.evicted = [[] for _ in trace.evicted]
-        moved = max(moved, abs(logprobs_of(output) - expected(model, prompt, output, trace, BLOCK)).max())
-    assert moved > MATTERS
-    server.assert_nothing_left()
+    check_all_policies(server, truths(architecture)[1], 230, 70, NOISE, MATTERS)
 
 
 def test_later_requests_hit_pure_blocks(serve, truths):  # noqa: F811

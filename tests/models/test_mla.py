@@ -86,27 +86,32 @@ def test_audits_of_latents_measure_the_attention_that_transformers_pay(engine, t
     server.assert_nothing_left()
 
 
+def check_all_policies(server, model, shortest, max_tokens, noise, matters):
+    """Requests under all policies in one batch, decoded past several decisions."""
+    prompts, size = (
+        [random_prompt(shortest + 10 * number, number) for number in range(len(POLICIES))],
+        server.manager.block_size,
+    )
+    asked = [{"max_tokens": max_tokens, "logprobs": 0, "extra_args": {"kv_policy": policy}} for policy in POLICIES]
+    moved = 0
+    for policy, (prompt, output, trace) in zip(POLICIES, server.answered(list(zip(prompts, asked)))):
+        assert sum(map(len, trace.evicted)) > 3 and trace.held[-2] <= 8, policy
+        want = expected(model, prompt, output, trace, size)
+        np.testing.assert_allclose(logprobs_of(output), want, atol=noise, err_msg=policy)
+        trace.evicted = [[] for _ in trace.evicted]
+        moved = max(moved, abs(logprobs_of(output) - expected(model, prompt, output, trace, size)).max())
+    assert moved > matters, "what was evicted does not matter to this model"
+    server.assert_nothing_left()
+
+
 @pytest.mark.oracle("latents")
 @pytest.mark.both_runners("DeepseekV3ForCausalLM")
 @pytest.mark.parametrize("architecture", MODELS)
 def test_logprobs_after_evictions_are_those_of_transformers(engine, truths, architecture):
-    """Of requests under all policies in one batch, decoded past several decisions."""
     folder, model = truths(architecture)
     server = engine(H2O, model=folder)
     assert type(server.manager.kv_cache_spec).__name__ == "EvictableLatentSpec" and server.manager.block_size == BLOCK
-    prompts = [random_prompt(130 + 10 * number, number) for number in range(len(POLICIES))]
-    asked = [{"max_tokens": 40, "logprobs": 0, "extra_args": {"kv_policy": policy}} for policy in POLICIES]
-    outputs, traces = server.traced(list(zip(prompts, asked)))
-    moved = 0
-    for policy, prompt, output, trace in zip(POLICIES, prompts, outputs, traces):
-        assert sum(map(len, trace.evicted)) > 4 and trace.held[-2] <= 8, policy
-        np.testing.assert_allclose(
-            logprobs_of(output), expected(model, prompt, output, trace), atol=3e-5, err_msg=policy
-        )
-        trace.evicted = [[] for _ in trace.evicted]
-        moved = max(moved, abs(logprobs_of(output) - expected(model, prompt, output, trace)).max())
-    assert moved > 0.1  # what was evicted matters to this model
-    server.assert_nothing_left()
+    check_all_policies(server, model, 130, 40, 3e-5, 0.1)
 
 
 def test_chunks_of_a_prompt_see_what_is_left_and_later_requests_hit_pure_blocks(engine, truths, chunks):

@@ -4,9 +4,10 @@ from types import SimpleNamespace
 
 import cache_server
 import pytest
+import test_offloading
 from cache_server import BLOCK, PER_CHUNK, CacheServer
 from drafting import NGRAM, accepted
-from engine import Engine, exactly, random_prompt
+from engine import exactly, random_prompt
 from test_offloading import ANSWER, H2O, assert_clean, mixed, on, settle
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
@@ -19,14 +20,7 @@ from vllm_evict.integration.worker import unread
 TRANSFER = {"kv_connector": LMCACHE, "kv_role": "kv_both"}
 SERVED = {"kv_transfer_config": TRANSFER}
 CHUNK = PER_CHUNK * BLOCK
-
-
-@pytest.fixture(scope="module")
-def stock(tiny):
-    """vLLM without the plugin's policies: what blocks have to hold."""
-    made = Engine(tiny, max_num_batched_tokens=1024)
-    yield made
-    made.close()
+stock = test_offloading.stock
 
 
 @pytest.fixture

@@ -173,6 +173,11 @@ def test_the_readme_and_policies_have_every_policy():
     assert {name for row in cells("README.md", "| for | policy |") for name in names(row[1])} >= set(POLICIES)
 
 
+def test_policies_without_pressure_are_named():
+    (said,) = re.findall(r"without\nscores: all but ([^()]+) \(", (ROOT / "docs/policies.md").read_text())
+    assert set(names(said)) == {name for name, policy in POLICIES.items() if "pressure" not in policy.triggers}
+
+
 def test_what_is_refused_is_printed_from_the_table_of_capabilities():
     page = (ROOT / "docs/limits.md").read_text()
     assert f"<!-- python tests/harness/capabilities.py -->\n{capabilities.table()}\n" in page

@@ -87,7 +87,7 @@ class Compactor(Mover):
 
 
 def compact(
-    plan: Compaction,
+    order: Compaction,
     store: Store,
     judge: Judge | None,
     block_size: int,
@@ -100,7 +100,7 @@ def compact(
     Policies run on the host, so this waits for a device once.
 
     Args:
-        plan: request and blocks.
+        order: request and blocks.
         store: KV cache of the group.
         judge: of the request; None if nothing is measured by token.
         block_size: tokens.
@@ -109,18 +109,18 @@ def compact(
         device: device of KV cache and sums.
     """
     device = torch.device(device)
-    first, count = plan.first * block_size, plan.count * block_size
-    resident, target = (to_device(np.array(blocks, np.int64), device) for blocks in (plan.source, plan.target))
-    judge = judge if plan.config.policy.measures & RUNNING else None
-    judged = None if judge is None else judge.judged(plan.req_id, plan.position, plan.judged)
-    scores = _importance(plan, store, judged, resident, slice(first, first + count))
-    if plan.config.sets == "all":
-        one = _reduced(scores, count, plan.config, all_reduce, device)
+    first, count = order.first * block_size, order.count * block_size
+    resident, target = (to_device(np.array(blocks, np.int64), device) for blocks in (order.source, order.target))
+    judge = judge if order.config.policy.measures & RUNNING else None
+    judged = None if judge is None else judge.judged(order.req_id, order.position, order.judged)
+    scores = _importance(order, store, judged, resident, slice(first, first + count))
+    if order.config.sets == "all":
+        one = _reduced(scores, count, order.config, all_reduce, device)
         scores = [one.expand(len(layer), -1) for layer in scores]
-    keep = [_kept(layer, len(plan.target) * block_size) for layer in scores]
-    source = slice(plan.first, plan.first + plan.count)
-    merged = _merged(plan, store, merger, resident[source], scores, keep) if plan.config.merge else []
-    on_host = (torch.tensor(blocks, dtype=torch.int32) for blocks in (plan.source[source], plan.target))
+    keep = [_kept(layer, len(order.target) * block_size) for layer in scores]
+    source = slice(order.first, order.first + order.count)
+    merged = _merged(order, store, merger, resident[source], scores, keep) if order.config.merge else []
+    on_host = (torch.tensor(blocks, dtype=torch.int32) for blocks in (order.source[source], order.target))
     store.compact(next(on_host), [layer.int() for layer in keep], next(on_host))
     for layer, (keys, values) in enumerate(merged):
         store.write(layer, target, *(_in_blocks(x, block_size) for x in (keys, values)))
@@ -128,25 +128,25 @@ def compact(
         heads = judged[0].shape[1]
         # Padding for layers with fewer heads; those rows are never read.
         full = [torch.cat([layer, layer[:1].expand(heads - len(layer), -1)]) for layer in keep]
-        judge.gather(plan.req_id, plan.judged, first, count, torch.stack(full))
+        judge.gather(order.req_id, order.judged, first, count, torch.stack(full))
 
 
 def _importance(
-    plan: Compaction,
+    order: Compaction,
     store: Store,
     judged: tuple[torch.Tensor, torch.Tensor] | None,
     resident: torch.Tensor,
     candidates: slice,
 ) -> list[torch.Tensor]:
     """Return the policy's importance of each candidate: for each layer float64 [Hkv, count]."""
-    policy, config, kv_heads = plan.config.policy, plan.config, store.kv_heads()
+    policy, config, kv_heads = order.config.policy, order.config, store.kv_heads()
     if not kv_heads:
         return []
     # Name -> for each layer float64 [Hkv, count].
     statistics: dict[str, list[torch.Tensor]] = {name: [] for name in sorted(policy.measures)}
     if policy.measures & CACHED:
         for keys, values in store.read(resident, bool(policy.measures & OF_VALUES)):
-            for name, of_tokens in token_scores(keys, values, plan.length, policy.measures & CACHED).items():
+            for name, of_tokens in token_scores(keys, values, order.length, policy.measures & CACHED).items():
                 statistics[name].append(of_tokens[:, candidates].double())
     places = torch.arange(candidates.start, candidates.stop, device=resident.device)
     positions = [places.expand(heads, -1) for heads in kv_heads]
@@ -157,7 +157,7 @@ def _importance(
         )
         statistics[name] = [of_layer.double() for of_layer in mass]
         if config.accumulate == "mean":
-            ages = [_age(of_layer, plan.position, config.every) for of_layer in positions]
+            ages = [_age(of_layer, order.position, config.every) for of_layer in positions]
             statistics[name] = [drawn / age for drawn, age in zip(statistics[name], ages)]
     # One copy: [statistics and positions, heads of all layers, count].
     numbers = fetched(torch.stack([torch.cat(layers).double() for layers in (*statistics.values(), positions)]))
@@ -168,16 +168,16 @@ def _importance(
             "KV policy %s got NaN or inf as scores of tokens of request %s; expected finite numbers; look for NaN in "
             "the model. All tokens of such heads weigh the same, so the oldest go first. Said once a request.",
             config.name,
-            plan.req_id,
+            order.req_id,
         )
     for (*of_head, at), is_sound in zip(numbers.swapaxes(0, 1), sound):
-        tokens = Blocks(at.astype(np.int64), config, dict(zip(statistics, of_head)), plan.position + 1, 0)
+        tokens = Blocks(at.astype(np.int64), config, dict(zip(statistics, of_head)), order.position + 1, 0)
         importance.append(policy.importance(tokens) if is_sound else np.zeros(len(at)))
     return list(to_device(np.array(importance, np.float64), resident.device).split(kv_heads))
 
 
 def _merged(
-    plan: Compaction,
+    order: Compaction,
     store: Store,
     merger: Merger,
     source: torch.Tensor,
@@ -188,7 +188,7 @@ def _merged(
     merged = []
     for layer, (keys, values) in enumerate(store.read(source, True)):
         keys, values = _in_order(keys), _in_order(values)
-        merged.append(merger.merge(plan.config, layer, keys, values, scores[layer], keep[layer]))
+        merged.append(merger.merge(order.config, layer, keys, values, scores[layer], keep[layer]))
     return merged
 
 
@@ -210,8 +210,8 @@ def _age(positions: torch.Tensor, newest: int, every: int) -> torch.Tensor:
 
 def _kept(importance: torch.Tensor, kept: int) -> torch.Tensor:
     """Return the indices of the `kept` most important tokens, int64 [Hkv, kept], ascending; of equals the newest."""
-    order = importance.argsort(dim=1, stable=True)
-    return order[:, importance.shape[1] - kept :].sort(dim=1).values
+    ranked = importance.argsort(dim=1, stable=True)
+    return ranked[:, importance.shape[1] - kept :].sort(dim=1).values
 
 
 def _reduced(

@@ -73,8 +73,8 @@ class Originals(Mover):
             self._kept.pop(req_id, None)
 
     def obey(self, orders: Sequence[KeyRotation], all_reduce: AllReduce) -> None:
-        for move in orders:
-            self.turn(move)
+        for order in orders:
+            self.turn(order)
 
     def obeyed(self) -> None:
         """Drop the keys of evicted blocks: the rotations may have included them."""
@@ -88,20 +88,20 @@ class Originals(Mover):
         of_dimension = OF_TURNED + shape.layers * shape.itemsize
         return Needs(between=tokens * shape.kv_heads * shape.head_size * of_dimension)
 
-    def turn(self, move: KeyRotation) -> None:
-        """Rotate the keys of a plan's blocks.
+    def turn(self, order: KeyRotation) -> None:
+        """Rotate the keys of an order's blocks.
 
         Raises:
-            KeyError: the plan says that a block has been rotated before, and its computed keys are not here.
+            KeyError: the order says that a block has been rotated before, and its computed keys are not here.
         """
-        kept = self._kept.setdefault(move.req_id, {})
-        orders = np.array([move.source, move.target, move.tokens], np.int64)
-        again = np.array(move.again, bool)
+        kept = self._kept.setdefault(order.req_id, {})
+        rows = np.array([order.source, order.target, order.tokens], np.int64)
+        again = np.array(order.again, bool)
         for which in (np.flatnonzero(~again), np.flatnonzero(again)):
             for start in range(0, len(which), self._some):
                 at = which[start : start + self._some]
-                blocks = [move.blocks[i] for i in at.tolist()]
-                source, target, tokens = (to_device(order, self._device) for order in orders[:, at])
+                blocks = [order.blocks[i] for i in at.tolist()]
+                source, target, tokens = (to_device(row, self._device) for row in rows[:, at])
                 if again[at[0]]:
                     keys = restored([kept[block] for block in blocks], self._device)
                 else:

@@ -1,7 +1,8 @@
 """Features: what a policy may do that something else cannot stand.
 
-`APART` has those that do not go together in one policy. What a server cannot stand of them is in
-`integration.start.capabilities`.
+Each thing that does not go together is said in one place: two features of one policy in `APART`; a feature and a value
+of a field, or a name in `allow`, in `config.schema.RULES`; a field and an allocator in `Allocator.lacks`; a feature and
+a server in `integration.start.capabilities`.
 """
 
 from collections.abc import Callable

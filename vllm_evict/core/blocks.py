@@ -180,7 +180,7 @@ class RequestBlocks:
         self.residence.adopt(there, blocks)
         self.pure_tokens = blocks * self.block_size
 
-    def plan_step(self, first: int, tokens: int) -> None:
+    def note_step(self, first: int, tokens: int) -> None:
         """Note a step that computes `tokens` tokens from token `first` on, before vLLM publishes what it fills.
 
         Tokens of a step that attends to a part of the resident ones are not pure, nor are those that see them later.
@@ -219,8 +219,10 @@ class RequestBlocks:
         candidates, spare = self.spare(computed_tokens)
         if not spare:
             return NO_BLOCKS
-        order = np.argsort(self._importance(candidates, report, computed_tokens), kind="stable")
-        return np.sort(candidates[order[:spare]])
+        importance = self._importance(candidates, report, computed_tokens)
+        if importance is candidates:  # the oldest go first
+            return candidates[:spare]
+        return np.sort(candidates[np.argsort(importance, kind="stable")[:spare]])
 
     def spare(self, computed_tokens: int) -> tuple[np.ndarray, int]:
         """Return the candidates, int64 [n], and how many of them a decision has to evict; 0 up to the trigger."""

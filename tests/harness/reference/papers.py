@@ -8,6 +8,7 @@ Layers and heads are summed.
 import math
 
 import torch
+from oracle import replay
 
 
 def attention(q, k, seen):
@@ -103,23 +104,10 @@ def keydiff(layers, blocks, resident):
 
 def redundancy(layers, blocks, resident):
     """Cai et al. 2025: softmax over tokens of the mean similarity to the others; T = 0.5, one similar key spared."""
-    scores = [0.0] * len(blocks)
-    at = {t: i for i, t in enumerate(resident)}
-    for _, k, _ in layers:
-        for g in range(k.shape[1]):
-            keys = k[resident, g].double()
-            n = len(resident)
-            table = torch.cosine_similarity(keys[:, None], keys[None], dim=-1)
-            for i in range(n):
-                table[i, i] = 0
-            for i in range(n):
-                alike = [j for j in range(n) if table[i, j] > 0.5]
-                if alike:
-                    table[i, max(alike)] = 0
-            share = torch.softmax(table.sum(0) / n, 0)
-            for b, tokens in enumerate(blocks):
-                scores[b] += sum(share[at[t]].item() for t in tokens)
-    return scores
+    shares = [
+        dict(zip(resident, replay.redundancy(keys.double()))) for _, k, _ in layers for keys in k[resident].unbind(1)
+    ]
+    return [sum(share[t].item() for share in shares for t in tokens) for tokens in blocks]
 
 
 def rkv(layers, seen, blocks, queries, resident, mix):

@@ -229,5 +229,5 @@ def ops_for(backend: str, block_size: int | None = None) -> BackendOps:
     module, name = OPS[backend]
     ops = getattr(import_module(f".{module}", __package__), name)
     if block_size is not None and ops.compiles and not ops.splits_blocks:
-        ops = import_module(".kernel_blocks", __package__).with_kernel_blocks(ops, block_size)
+        ops = import_module(".by_kernel_blocks", __package__).with_kernel_blocks(ops, block_size)
     return ops()

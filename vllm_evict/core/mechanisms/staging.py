@@ -110,7 +110,7 @@ class Staging(Mechanism):
             self._free -= len(action.holes)
         elif tokens:
             # The decode was planned without these holes.
-            applied.blocks.plan_step(self.view.requests[action.req_id].num_computed_tokens, tokens)
+            applied.blocks.note_step(self.view.requests[action.req_id].num_computed_tokens, tokens)
 
     def on_scheduled(self, plan: EvictionPlan, tokens: Mapping[str, int]) -> None:
         self._planned.clear()

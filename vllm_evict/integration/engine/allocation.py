@@ -89,7 +89,7 @@ def take_from_host(cache: Any) -> None:
 
 
 class Reads(Mechanism):
-    """Notes each step of a request before the blocks that it fills are published (`RequestBlocks.plan_step`).
+    """Notes each step of a request before the blocks that it fills are published (`RequestBlocks.note_step`).
 
     A request that is admitted with the same step could hit them.
 
@@ -109,7 +109,7 @@ class Reads(Mechanism):
             hit = kwargs.get("num_new_computed_tokens", 0) + kwargs.get("num_external_computed_tokens", 0)
             groups, first = scheduler.blocks_of(request.request_id), request.num_computed_tokens + hit
             for blocks in groups:
-                blocks.plan_step(first, verified(request, first, num_new_tokens))
+                blocks.note_step(first, verified(request, first, num_new_tokens))
             allocated = allocate(request, num_new_tokens, *args, **kwargs)
             if allocated is None:  # there is no such step
                 groups[0].pure_tokens = None

@@ -315,7 +315,7 @@ class EvictableManager(FullAttentionManager):
 
     def rewrite(
         self, request_id: str, writes: np.ndarray, holes: np.ndarray, computed_tokens: int | None
-    ) -> tuple[list[KVCacheBlock], list[KVCacheBlock]] | None:
+    ) -> tuple[dict[int, int], list[KVCacheBlock], list[KVCacheBlock]] | None:
         """Put holes into a request's table, and private blocks at `writes`.
 
         Workers have to hear of it with the very next plan: the pool may hand out a freed block in that step. Private
@@ -328,15 +328,18 @@ class EvictableManager(FullAttentionManager):
             computed_tokens: as for `RequestBlocks.evict`.
 
         Returns:
-            The blocks given back, and those that no other request holds; None, with nothing changed, if the pool has
-            too few new blocks and other requests hold those of the request.
+            Of each of `writes` and `holes` the physical block that it was; the blocks given back; and those of them
+            that no other request holds. None, with nothing changed, if the pool has too few new blocks and other
+            requests hold those of the request.
         """
         table, keep = self.req_to_blocks[request_id], len(writes)
-        before = [table[index] for index in (*writes.tolist(), *holes.tolist())]
+        written, gone = writes.tolist(), holes.tolist()
+        changed = written + gone
+        before = [table[index] for index in changed]
         if (after := self._private(before, keep)) is None:
             return None
-        moved = {index: new for index, old, new in zip(writes.tolist(), before, after) if new is not old}
-        self._place(request_id, moved | dict.fromkeys(holes.tolist(), self._null_block))
+        moved = {index: new for index, old, new in zip(written, before, after) if new is not old}
+        self._place(request_id, moved | dict.fromkeys(gone, self._null_block))
         resident = self.residents[request_id]
         if len(holes):
             resident.evict(holes, computed_tokens)
@@ -345,7 +348,7 @@ class EvictableManager(FullAttentionManager):
         freed = [block for block in given_back if block.ref_cnt == 1]
         self._give_back(given_back)
         self._count(resident, resident.held_blocks - len(holes))
-        return given_back, freed
+        return {index: block.block_id for index, block in zip(changed, before)}, given_back, freed
 
     def _private(self, blocks: Sequence[KVCacheBlock], count: int) -> list[KVCacheBlock] | None:
         """Return private blocks for the places of the first `count` of a request's `blocks`, all of which it may lose.

@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import compress
 from typing import Any
 
-import numpy as np
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -237,8 +236,6 @@ class EvictionMixin(Base):
         req_id, manager, plan = action.req_id, self.kv_managers[action.group], self._plan
         request, groups = self.requests[req_id], self.blocks_of(req_id)
         blocks, source = groups[action.group], manager.blocks_at(req_id, action.reads)
-        changed = np.concatenate((action.writes, action.holes))
-        before = dict(zip(changed.tolist(), manager.blocks_at(req_id, changed)))
         for each in self.kv_managers:
             each.count(req_id)  # the peak includes blocks that it got earlier in the step that is being planned
         first, holes = not any(each.evicted_blocks for each in groups), len(action.holes)
@@ -251,7 +248,7 @@ class EvictionMixin(Base):
                 self.running.remove(request)
                 self._preempt_request(request, time.monotonic())
             return False
-        given_back, freed = rewritten
+        before, given_back, freed = rewritten
         target = manager.blocks_at(req_id, action.writes)
         pure = blocks.pure_tokens
         # None: layers read all blocks, though some are holes.
