@@ -22,7 +22,7 @@ from .index import BlockIndex
 from .kernels.logits import logits_of
 from .kernels.reach import OF_ROWS, SCRATCH, ReachRows, copy_blocks, reach
 from .needs import Needs
-from .parts import Room
+from .parts import Capacity
 from .probes import LayerCall
 from .shape import Shape
 from .source import Source, StepSource
@@ -121,10 +121,10 @@ class Choosing(Source, ABC):
         """Return the scratch of a layer's choice, and what the index of blocks that fill is made of."""
         return Needs(step=2 * SCRATCH + 4 * shape.queries)
 
-    def allocate(self, room: Room) -> None:
+    def allocate(self, capacity: Capacity) -> None:
         """Allocate the index of all blocks of the pool and of the host."""
-        self._pool = room.blocks
-        self.index.allocate(room.blocks, room.host_blocks, late=room.ahead and not self.writes)
+        self._pool = capacity.blocks
+        self.index.allocate(capacity.blocks, capacity.host_blocks, late=capacity.ahead and not self.writes)
 
     def fits_graph(self, requests: Set[str]) -> bool:
         """See `Source.fits_graph`. Layers choose outside of graphs."""

@@ -7,10 +7,10 @@ from ..policies import CACHED, QUERIED, RUNNING
 from .cached import CachedStatistics
 from .compaction import Compactor, Judge
 from .holes import Holes
+from .host_copies import HostCopies
 from .index import BlockIndex
 from .last_query import LastQuery
 from .mass import BlockMass, TokenMass
-from .offload import Offload
 from .originals import Originals
 from .parts import Mover
 from .probes import Probe
@@ -77,7 +77,7 @@ def compose(config: KVPolicyConfig, shape: Shape, store: Store, holes: Holes) ->
         probes.append(LastQuery(device))
     if config.reaches:
         index = BlockIndex(config.index, store, device)
-        host = Offload(store, index, device)
+        host = HostCopies(store, index, device)
         source = Reach(config, shape, store, index, host)
         movers.append(host)
     if config.context is not None:

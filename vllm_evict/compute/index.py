@@ -92,7 +92,7 @@ class BlockIndex:
                 self._put(index, some, keys)
 
     def copy(self, kind: str, physical: Sequence[int], numbers: Sequence[int]) -> None:
-        """Copy what stands for blocks that are copied between device and host, as `core.reached.Copy` has them."""
+        """Copy what stands for blocks that are copied between device and host, as `core.host_pool.Copy` has them."""
         there, here = (to_device(np.array(each, np.int64), self._device) for each in (physical, numbers))
         here += self._pool
         for index in self.of_layers:

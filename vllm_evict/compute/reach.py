@@ -17,9 +17,9 @@ from ..core.mechanisms.staging import staging_blocks
 from ..core.plan import READ_ON_HOST, RoomOf
 from .choosing import Chooser, Choosing
 from .holes import Start
+from .host_copies import HostCopies
 from .index import BlockIndex
 from .kernels.reach import copy_blocks
-from .offload import Offload
 from .probes import LayerCall
 from .shape import Shape
 from .source import StepSource
@@ -39,7 +39,7 @@ class Reach(Choosing):
         host: has the host blocks, once memory is allocated.
     """
 
-    def __init__(self, config: KVPolicyConfig, shape: Shape, store: Store, index: BlockIndex, host: Offload) -> None:
+    def __init__(self, config: KVPolicyConfig, shape: Shape, store: Store, index: BlockIndex, host: HostCopies) -> None:
         limits = config.limits(shape.block_size, shape.max_model_len)
         assert limits is not None  # it would be stock's
         super().__init__(config, shape, store, index, limits.room)

@@ -12,7 +12,7 @@ from ..core.plan import PLAN, EvictionPlan, Reports
 from .batch import Batch
 from .graphs import Attends
 from .group import GroupRuntime
-from .parts import AllReduce, Room
+from .parts import AllReduce, Capacity
 from .transfer import copied
 from .views import Views
 
@@ -191,12 +191,12 @@ class EvictionRuntime:
         for group in self.groups:
             group.reserve(self.measures_in_graphs is not None)
 
-    def allocate(self, room: Room, tables: Sequence[torch.Tensor] = ()) -> None:
+    def allocate(self, capacity: Capacity, tables: Sequence[torch.Tensor] = ()) -> None:
         """Allocate memory that depends on the pool, and views as wide as vLLM's block tables."""
         for group, table in zip(self.groups, tables):
             self.views.memory(group, table.shape)
         for group in self.groups:
-            group.allocate(room)
+            group.allocate(capacity)
 
     @property
     def decodes_lacking(self) -> bool:

@@ -96,7 +96,7 @@ class Residence:
         stays[self.pool.searchsorted(blocks)] = False
         self._change(lambda those: those[stays])
 
-    def reach(self, tokens: int) -> int:
+    def span(self, tokens: int) -> int:
         """Return the distance in tokens from the place of the first block in the pool to the newest token."""
         self.learn(tokens)
         return tokens - int(self.places[0]) * self.block_size if len(self.places) else 0

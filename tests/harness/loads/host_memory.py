@@ -6,7 +6,7 @@ import torch
 from parts import part_of
 
 from loads.pages import numbers
-from vllm_evict.compute.offload import Offload
+from vllm_evict.compute.host_copies import HostCopies
 from vllm_evict.compute.reach import Reach
 from vllm_evict.integration.engine.reaching import Reaching
 
@@ -25,7 +25,7 @@ class HostMemory:
 
     def __init__(self, engine):
         self.pool, self.scheduler = pool_of(engine.scheduler), engine.scheduler
-        host = part_of(engine.runtime, Offload).blocks
+        host = part_of(engine.runtime, HostCopies).blocks
         self._tensors = [numbers(page) for page in host.own]
         self._reach = part_of(engine.runtime, Reach)
         hosts = [index[self._reach._pool :] for index in self._reach.index.of_layers]

@@ -9,8 +9,8 @@ import numpy as np
 from ...config import KVPolicyConfig
 from ..actions import Applied
 from ..blocks import RequestBlocks
+from ..host_pool import HostPool
 from ..plan import EvictionPlan
-from ..reached import ReachedPool
 from ..residence import NO_BLOCKS
 from .base import Mechanism, Offer, SchedulerView
 from .pressure import APART
@@ -28,7 +28,7 @@ class Staging(Mechanism):
         pool: the host blocks.
     """
 
-    pool: ReachedPool
+    pool: HostPool
 
     def __init__(self, view: SchedulerView) -> None:
         super().__init__(view)

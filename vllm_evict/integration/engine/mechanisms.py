@@ -4,13 +4,13 @@ from ...core.mechanisms import Budget, Context, Mechanism, Profiles, SharedBudge
 from .allocation import Reads
 from .audits import Audits
 from .poison import Poison
-from .pressure import RoomMaker
+from .pressure import PoolRelief
 from .reaching import Reaching
 from .reconstruction import Reconstructions
 from .shadows import ShadowRequests
 
 #: In the order in which their hooks are called. `ShadowRequests` comes after what begins shadows.
 KINDS: tuple[type[Mechanism], ...] = (
-    Poison, Reads, WholePrompts, RoomMaker, Profiles, Budget, SharedBudget, Reaching, Context, Reconstructions, Audits,
+    Poison, Reads, WholePrompts, PoolRelief, Profiles, Budget, SharedBudget, Reaching, Context, Reconstructions, Audits,
     ShadowRequests,
 )  # fmt: skip

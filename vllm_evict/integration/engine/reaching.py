@@ -18,10 +18,10 @@ from vllm.v1.request import Request
 from ...config import NEVER
 from ...core.actions import Action, Applied
 from ...core.blocks import RequestBlocks
+from ...core.host_pool import Copy, HostPool
 from ...core.mechanisms import Staging
 from ...core.mechanisms.staging import room_to_come
 from ...core.plan import COUNTED, READ_ON_HOST, EvictionPlan, RoomOf
-from ...core.reached import Copy, ReachedPool
 from ...core.residence import Arriving
 from ...environment import poison_mode
 from ..start.attending import kv_heads
@@ -51,7 +51,7 @@ class Reaching(Staging):
         self._scheduler, self._cache = scheduler, scheduler.kv_cache_manager
         (self._manager,) = scheduler.kv_managers
         blocks, self.block_bytes = host_memory(scheduler)
-        self.pool = ReachedPool(blocks, poison_mode())
+        self.pool = HostPool(blocks, poison_mode())
         pool = self._cache.block_pool
         # A connector keeps prefixes itself, and one that loads on top of a prefix could come steps after the blocks
         # that it starts with.

@@ -12,7 +12,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, M
 
 from ...compute.memory import described, needs, put_aside
 from ...compute.needs import Needs
-from ...compute.parts import Room
+from ...compute.parts import Capacity
 from ...compute.runtime import EvictionRuntime
 from ...core.plan import REPORTS, SCORED, Reports
 from ..engine.spec import alike_bytes, host_blocks, policy_config
@@ -94,13 +94,13 @@ class EvictionWorkerMixin(Base):
         if ahead:
             self.kv_evict.reserve()
             tables = runners.block_tables(self.model_runner, self.kv_evict, self.use_v2_model_runner)
-        room = Room(kv_cache_config.num_blocks, ahead=ahead)
+        capacity = Capacity(kv_cache_config.num_blocks, ahead=ahead)
         if config.reaches:
             block = layers.block_bytes(self.kv_evict, self.get_kv_cache_spec())
             block = alike_bytes(self.vllm_config, kv_cache_config, self.kv_evict.numbers[0]) or block
             size = self.kv_evict.groups[0].block_size
-            room = room._replace(host_blocks=host_blocks(self.vllm_config, config, block, size))
-        self.kv_evict.allocate(room, tables)
+            capacity = capacity._replace(host_blocks=host_blocks(self.vllm_config, config, block, size))
+        self.kv_evict.allocate(capacity, tables)
         if has_kv_transfer_group():
             self._copies = Copies(self.vllm_config, get_kv_transfer_group())
         if self.rank == 0:

@@ -34,7 +34,7 @@ def runs(copies: Iterable[Copy]) -> Iterator[tuple[str, list[Copy]]]:
         yield kind, list(to.values())
 
 
-class ReachedPool:
+class HostPool:
     """Host blocks of one engine, by number.
 
     A block of pure tokens has a hash, under which other requests find it: a prefix that requests share is there once.
@@ -57,7 +57,7 @@ class ReachedPool:
         self._hashes: dict[int, Hashable] = {}
 
     @property
-    def room(self) -> int:
+    def available(self) -> int:
         """Host blocks that no request uses."""
         return len(self._free) + len(self._unused)
 
@@ -81,11 +81,11 @@ class ReachedPool:
         Args:
             hashes: of each block; None: it has none.
         """
-        room = self.room
+        left = self.available
         for count, block_hash in enumerate(hashes):
             number = self.find(block_hash)
-            room -= number is None or number in self._unused
-            if room < 0:
+            left -= number is None or number in self._unused
+            if left < 0:
                 return count
         return len(hashes)
 
@@ -125,7 +125,7 @@ class ReachedPool:
             Its host block; None: there is no room.
         """
         number = self.find(block_hash)
-        if number is None and self.room:
+        if number is None and self.available:
             number = self._copy(plan, "", group, physical, block_hash)
             self._unused[number] = None
         elif number is not None and number in self._unused:

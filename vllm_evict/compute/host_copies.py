@@ -6,10 +6,10 @@ import numpy as np
 import torch
 
 from ..config import KVPolicyError
-from ..core.reached import Copy, runs
+from ..core.host_pool import Copy, runs
 from .index import BlockIndex
 from .kernels.reach import copy_blocks
-from .parts import AllReduce, Mover, Room
+from .parts import AllReduce, Capacity, Mover
 from .pinned import pinned
 from .store import Store
 from .transfer import to_device
@@ -68,7 +68,7 @@ def _floats(page: torch.Tensor) -> torch.Tensor:
     return page.view(torch.float8_e4m3fn) if page.dtype == torch.uint8 else page
 
 
-class Offload(Mover):
+class HostCopies(Mover):
     """Copies blocks of one KV group between the device and the host.
 
     Args:
@@ -86,8 +86,8 @@ class Offload(Mover):
     def __init__(self, store: Store, index: BlockIndex, device: torch.device) -> None:
         self._store, self._index, self._device = store, index, device
 
-    def allocate(self, room: Room) -> None:
-        self.blocks = HostPages(self._store.pages(), room.host_blocks, self._device)
+    def allocate(self, capacity: Capacity) -> None:
+        self.blocks = HostPages(self._store.pages(), capacity.host_blocks, self._device)
 
     def obey(self, orders: Sequence[Copy], all_reduce: AllReduce) -> None:
         self._index.catch_up()
