@@ -314,12 +314,13 @@ class RequestBlocks:
         """Return the number of counted queries that saw a block, averaged over its tokens, at least 1: float64 [n]."""
         every = self.config.every
         tokens = blocks[:, None] * self.block_size + np.arange(self.block_size)
-        first_seen = np.maximum(tokens, self.first_query)
+        counted = counted_before(computed_tokens, every) - counted_before(np.maximum(tokens, self.first_query), every)
+        return np.maximum(counted.mean(axis=1), 1.0)
 
-        def counted_before(position: Any) -> Any:
-            return -(-position // every)  # multiples of `every` below it
 
-        return np.maximum((counted_before(computed_tokens) - counted_before(first_seen)).mean(axis=1), 1.0)
+def counted_before(position: Any, every: int) -> Any:
+    """Return how many queries before a position count: the multiples of `every` below it. Ints, or arrays of ints."""
+    return -(-position // every)
 
 
 def over_shared_trigger(groups: Sequence[RequestBlocks]) -> bool:
