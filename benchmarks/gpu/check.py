@@ -391,19 +391,18 @@ def line(outcome: dict[str, Any]) -> str:
 
 def table(report: dict[str, Any]) -> str:
     """Return a Markdown table of the cases of engines in a report, or in its `runs`, of which the last that came to an
-    end counts: what came of each, eager and with graphs.
+    end counts: for each backend, eager and with graphs, those that passed and those that failed.
     """
     outcomes: dict[str, str] = {}
     for case in (case for run in report.get("runs", [report]) for case in run["cases"]):
         if case["status"] != LEFT_OUT or case["case"] not in outcomes:
             outcomes[case["case"]] = case["status"]
-    titles = dict.fromkeys(
-        title.rpartition(f" {mode} ")[::2] for title in outcomes for mode in MODES if f" {mode} " in title
-    )
-    lines = ["| backend | case | eager | CUDA graphs |", "|---|---|---|---|"]
-    for backend, name in titles:
-        cells = [outcomes.get(f"{backend} {mode} {name}", LEFT_OUT) for mode in MODES]
-        lines.append(f"| {backend} | {name} | {' | '.join(cells)} |")
+    lines = ["| backend | | passed | failed |", "|---|---|---|---|"]
+    for backend in dict.fromkeys(title.partition(" ")[0] for title in outcomes):
+        for mode in MODES:
+            own = {name: status for title, status in outcomes.items() for name in title.split(f"{backend} {mode} ")[1:]}
+            cells = ["; ".join(name for name, its in own.items() if its == status) for status in (OK, FAIL)]
+            lines += [f"| {backend} | {mode} | {' | '.join(cells)} |"] * any(cells)
     return "\n".join(lines)
 
 

@@ -34,6 +34,12 @@ from triton_batch import (
     Batch,
     assert_close,
     beyond_2_to_the_31,
+    check_captured,
+    check_large_scores,
+    check_mass_adds_up,
+    check_nan_keys,
+    check_no_tokens,
+    check_without_mass,
     ints,
 )
 
@@ -221,21 +227,12 @@ def test_the_emulator_sees_a_race(kernels, tmp_path, line):
 
 def test_decode_without_mass_is_the_same(kernels):
     batch = CudaBatch(kernels, *LENS, dtype=BF16)
-    output, mass, lse = batch.decode(weights=None)
-    assert torch.equal(batch.decode(0)[0], output) and torch.equal(batch.decode(0)[2], lse)
-    assert torch.equal(batch.decode(0, lse=None)[0], output)
-    batch.weights = torch.zeros_like(batch.weights)
-    output_, unweighed, lse_ = batch.decode()
-    assert torch.equal(output_, output) and torch.equal(lse_, lse)
-    assert (unweighed == 0.25).all() and not torch.equal(mass, unweighed)
+    assert torch.equal(batch.decode(0, lse=None)[0], batch.decode()[0])
+    check_without_mass(batch)
 
 
 def test_mass_adds_up_to_the_queries(kernels):
-    batch = CudaBatch(kernels, *LENS, heads=(6, 2), dtype=BF16)
-    _, mass, _ = batch.decode(weights=None)
-    expected = torch.zeros(len(batch.seq_lens), 2)
-    expected[batch.rows.cpu().long()] = 3
-    assert_close((mass - 0.25).sum(2), expected, 2e-5)
+    check_mass_adds_up(CudaBatch(kernels, *LENS, heads=(6, 2), dtype=BF16))
 
 
 def test_with_one_number_of_splits_other_requests_change_no_bit(kernels):
@@ -255,57 +252,22 @@ def test_with_one_number_of_splits_other_requests_change_no_bit(kernels):
 
 
 def test_large_scores_neither_overflow_nor_vanish(kernels):
-    batch = CudaBatch(kernels, *LENS, dtype=F16, magnitude=12.0)
-    output, mass, _ = batch.decode()
-    expected, expected_mass = batch.decode_reference()
-    assert_close(output, expected, 4e-3)
-    assert_close(mass, expected_mass, 1e-4)
+    check_large_scores(CudaBatch(kernels, *LENS, dtype=F16, magnitude=12.0), 4e-3)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("where", ["token", "split", "all"])
-def test_nan_keys_give_nan_output_and_mass(kernels, splits, where):
-    """One key, those of a whole split, or all, though values are numbers; other requests and heads are left alone."""
+@pytest.mark.parametrize("tokens", [[70], range(112), range(300)], ids=["token", "split", "all"])
+def test_nan_keys_give_nan_output_and_mass(kernels, splits, tokens):
     for heads, dim in (((4, 2), 64), ((16, 1), 128)):
-        batch = CudaBatch(kernels, *LENS, heads=heads, dim=dim, dtype=BF16)
-        plan = batch.plan(splits=splits)
-        clean = batch.decode(plan=plan)
-        request, length = len(batch.seq_lens) - 1, int(batch.seq_lens[-1])
-        batch.weights[-1] = 1
-        for token in {"token": [70], "split": range(112), "all": range(length)}[where]:
-            batch.keys[batch.table[request, token // 16].long(), -1, token % 16, 3] = torch.nan
-        output, mass, lse = batch.decode(plan=plan)
-        group = heads[0] // heads[1]
-        assert output[-1, -group:].isnan().all() and lse[-1, -group:].isnan().all()
-        assert mass[request, -1, : -(-length // 16)].isnan().all()
-        for got, want in zip((output, lse), (clean[0], clean[2])):
-            assert torch.equal(got[:-1], want[:-1]) and torch.equal(got[-1, :-group], want[-1, :-group])
-        assert torch.equal(mass[:request], clean[1][:request])
+        check_nan_keys(CudaBatch(kernels, *LENS, heads=heads, dim=dim, dtype=BF16), splits, tokens)
 
 
 def test_a_request_without_tokens_gets_zeros(kernels):
-    batch = CudaBatch(kernels, [1], [16], dtype=BF16)
-    batch.seq_lens = ints([0])
-    output, mass, lse = batch.decode()
-    assert not output.any() and (mass == 0.25).all() and (lse == -torch.inf).all()
+    check_no_tokens(CudaBatch(kernels, [1], [16], dtype=BF16))
 
 
 def test_decode_captures_into_a_graph(kernels):
-    if not ON_GPU:
-        pytest.skip("CUDA graphs need a GPU")
-    batch = CudaBatch(kernels, *LENS, dtype=BF16)
-    plan = batch.plan()
-    expected = batch.decode(plan=plan)
-    output, lse, out = torch.empty_like(batch.query), torch.empty_like(expected[2]), batch.new_out(batch.kv_heads)
-    attention = batch.attention(out, weights=batch.weights)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        decode_cuda.decode_mass(attention, batch.rows, output, lse=lse, plan=plan, kernels=kernels)
-    out.fill_(0.25)
-    graph.replay()
-    tokens = batch.starts[batch.rows.long()].long()
-    assert torch.equal(out, expected[1])
-    assert torch.equal(output[tokens], expected[0][tokens]) and torch.equal(lse[tokens], expected[2][tokens])
+    check_captured(CudaBatch(kernels, *LENS, dtype=BF16), partial(decode_cuda.decode_mass, kernels=kernels))
 
 
 def test_a_row_of_mass_may_be_short(kernels):

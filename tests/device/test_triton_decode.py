@@ -17,7 +17,6 @@ from triton_batch import (
     F64,
     FP8,
     HEAD_MAJOR,
-    ON_GPU,
     SHAPES,
     TOKEN_MAJOR,
     TOLERANCE,
@@ -25,6 +24,12 @@ from triton_batch import (
     Batch,
     assert_close,
     cache_in,
+    check_captured,
+    check_large_scores,
+    check_mass_adds_up,
+    check_nan_keys,
+    check_no_tokens,
+    check_without_mass,
     each_fp8_shape,
     each_shape,
     interpreter_gaps,  # noqa: F401
@@ -93,13 +98,7 @@ def test_decode_reads_fp8_caches(shape, per_token):
 
 
 def test_decode_without_mass_is_the_same():
-    batch = Batch(*DECODE, dtype=BF16)
-    output, mass, lse = batch.decode(weights=None)
-    assert torch.equal(batch.decode(0)[0], output) and torch.equal(batch.decode(0)[2], lse)
-    batch.weights = torch.zeros_like(batch.weights)
-    output_, unweighed, lse_ = batch.decode()
-    assert torch.equal(output_, output) and torch.equal(lse_, lse)
-    assert (unweighed == 0.25).all() and not torch.equal(mass, unweighed)
+    check_without_mass(Batch(*DECODE, dtype=BF16))
 
 
 def test_decode_by_token_is_the_same_but_for_its_mass():
@@ -117,11 +116,7 @@ def test_decode_by_token_is_the_same_but_for_its_mass():
 
 
 def test_mass_adds_up_to_the_queries():
-    batch = Batch(*DECODE, heads=(6, 2), dtype=BF16)
-    _, mass, _ = batch.decode(weights=None)
-    expected = torch.zeros(len(batch.seq_lens), 2)
-    expected[batch.rows.cpu().long()] = 3
-    assert_close((mass - 0.25).sum(2), expected, 2e-5)
+    check_mass_adds_up(Batch(*DECODE, heads=(6, 2), dtype=BF16))
 
 
 @BY
@@ -151,63 +146,24 @@ def test_with_one_number_of_splits_other_requests_change_no_bit():
 
 @BY
 def test_large_scores_neither_overflow_nor_vanish(per_token):
-    batch = Batch(*DECODE, magnitude=12.0)
-    output, mass, _ = batch.decode(per_token=per_token)
-    expected, expected_mass = batch.decode_reference(per_token=per_token)
-    assert_close(output, expected, 1e-4)
-    assert_close(mass, expected_mass, 1e-4)
+    check_large_scores(Batch(*DECODE, magnitude=12.0), 1e-4, per_token=per_token)
 
 
 @BY
 @pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("where", ["token", "split", "all"])
-def test_nan_keys_give_nan_output_and_mass(per_token, splits, where):
-    """One key, those of a whole split, or all, though values are numbers; other requests and heads are left alone."""
+@pytest.mark.parametrize("tokens", [[70], range(48), range(130)], ids=["token", "split", "all"])
+def test_nan_keys_give_nan_output_and_mass(per_token, splits, tokens):
     for heads, dim in (((4, 2), 64), ((2, 2), 80), ((16, 1), 128)):
-        batch = Batch(*DECODE, heads=heads, dim=dim)
-        plan = batch.plan(splits=splits, per_token=per_token)
-        clean = batch.decode(per_token=per_token, plan=plan)
-        request, length = len(batch.seq_lens) - 1, int(batch.seq_lens[-1])
-        batch.weights[-1] = 1
-        for token in {"token": [70], "split": range(48), "all": range(length)}[where]:
-            batch.keys[batch.table[request, token // 16].long(), -1, token % 16, 3] = torch.nan
-        output, mass, lse = batch.decode(per_token=per_token, plan=plan)
-        expected, expected_mass = batch.decode_reference(per_token=per_token)
-        entries, group = length if per_token else -(-length // 16), heads[0] // heads[1]
-        for got in output[-1, -group:], expected[-1, -group:], lse[-1, -group:]:
-            assert got.isnan().all()
-        for got in mass[request, -1, :entries], expected_mass[request, -1, :entries]:
-            assert got.isnan().all()
-        for got, want in zip((output, lse), (clean[0], clean[2])):
-            assert torch.equal(got[:-1], want[:-1]) and torch.equal(got[-1, :-group], want[-1, :-group])
-        assert torch.equal(mass[:request], clean[1][:request])
+        check_nan_keys(Batch(*DECODE, heads=heads, dim=dim), splits, tokens, per_token=per_token)
 
 
 def test_a_request_without_tokens_gets_zeros():
-    batch = Batch([1], [16])
-    batch.seq_lens = ints([0])
-    output, mass, lse = batch.decode()
-    assert not output.any() and (mass == 0.25).all() and (lse == -torch.inf).all()
+    check_no_tokens(Batch([1], [16]))
 
 
 @BY
 def test_decode_captures_into_a_graph(per_token):
-    if not ON_GPU:
-        pytest.skip("CUDA graphs need a GPU")
-    batch = Batch(*DECODE, dtype=BF16)
-    plan = batch.plan(per_token=per_token)
-    expected = batch.decode(per_token=per_token, plan=plan)
-    output, lse = torch.empty_like(batch.query), torch.empty_like(expected[2])
-    out = batch.new_out(batch.kv_heads, per_token=per_token)
-    attention = batch.attention(out, per_token=per_token, weights=batch.weights)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        decode_mass(attention, batch.rows, output, lse=lse, plan=plan)
-    out.fill_(0.25)
-    graph.replay()
-    tokens = batch.starts[batch.rows.long()].long()
-    assert torch.equal(out, expected[1])
-    assert torch.equal(output[tokens], expected[0][tokens]) and torch.equal(lse[tokens], expected[2][tokens])
+    check_captured(Batch(*DECODE, dtype=BF16), decode_mass, per_token=per_token)
 
 
 def test_splits_fill_the_device_and_no_more():

@@ -33,6 +33,12 @@ SERVERS = {
         dict.fromkeys(("rkv", "keydiff", "pagedeviction", "scissorhands", "snapkv"), (128, 160)),
         36,
     ),
+    # Tokens move into private blocks.
+    "h2o-tokens": (
+        {"name": "h2o", **MASS, "granularity": "token", "allow": ["full", "knorm", "sink-window", "tova"]},
+        {"h2o": (128, 160), "sink-window": (96, 160), **dict.fromkeys(("knorm", "tova"), (128, 160))},
+        36,
+    ),
     # Two KV groups, so twice the pool.
     "tova-ada": (
         {"name": "tova", **MASS, "allocate": "ada", "bands": 2, "allow": ["full"]},
@@ -42,8 +48,8 @@ SERVERS = {
 }
 # With a prefix cache only blocks that were never published are poisoned, without one all that are freed.
 CACHING = {"prefix-cache": True, "no-prefix-cache": False}
-CASES = [(name, "prefix-cache") for name in ("h2o", "full", "tova-ada")]
-CASES += [(name, "no-prefix-cache") for name in ("rkv", "h2o-last", "h2o-pressure")]
+CASES = [(name, "prefix-cache") for name in ("h2o", "full", "tova-ada", "h2o-tokens")]
+CASES += [(name, "no-prefix-cache") for name in ("rkv", "h2o-last", "h2o-pressure", "h2o-tokens")]
 REQUESTS = 40
 
 
@@ -92,7 +98,10 @@ class Crowd:
 
 
 @pytest.mark.nightly(
-    push=("h2o-prefix-cache", "h2o-pressure-no-prefix-cache", "rkv-no-prefix-cache", "tova-ada-prefix-cache")
+    push=(
+        *("h2o-prefix-cache", "h2o-tokens-prefix-cache", "h2o-tokens-no-prefix-cache"),
+        *("h2o-pressure-no-prefix-cache", "rkv-no-prefix-cache", "tova-ada-prefix-cache"),
+    )
 )
 @pytest.mark.both_runners("h2o-prefix-cache")
 @pytest.mark.parametrize("name, caching", CASES)

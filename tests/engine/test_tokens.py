@@ -192,41 +192,6 @@ def test_preempted_requests_start_over(engine, model, dense):
     server.assert_nothing_left()
 
 
-@pytest.mark.parametrize("asynchronous, caching", [(False, False), (True, True)])
-def test_no_poison(engine, async_engine, model, poisoned, asynchronous, caching):
-    """Requests that come and go while freed blocks are full of NaN, with copies and without, steps in flight or none."""
-    make = async_engine if asynchronous else engine
-    server = make(
-        {**POLICIES["h2o"], "allow": ["knorm", "sink-window", "full", "tova"]},
-        model=model,
-        blocks=48,
-        max_num_batched_tokens=128,
-        enable_prefix_caching=caching,
-        max_model_len=1024,
-    )
-    rng, prefix, ids = np.random.default_rng(0), prompt_of(300, 5), []
-    names = ["h2o", "knorm", "sink-window", "full", "tova"]
-    waiting = list(range(24))
-
-    def arrive(server):
-        while waiting and len(server.scheduler.waiting) < 3:
-            i = waiting.pop()
-            prompt = prefix[: int(rng.choice([0, 70, 300]))] + prompt_of(int(rng.integers(5, 250)), i)
-            name = names[i % 5] if len(prompt) < 300 or i % 5 != 3 else "h2o"
-            tokens = int(rng.integers(5, 150))
-            ids.append(server.add(prompt, max_tokens=tokens, logprobs=0, extra_args={"kv_policy": name}))
-        if ids and rng.random() < 0.02:
-            server.llm.llm_engine.abort_request([ids[rng.integers(len(ids))]])
-
-    arrive(server)
-    outputs = server.run(arrive)
-    assert len(outputs) > 15
-    for output in outputs.values():
-        assert np.isfinite(logprobs_of(output)).all()
-    assert sum(output.kv_usage.evicted_blocks for output in outputs.values() if output.kv_usage) > 30
-    server.assert_nothing_left()
-
-
 def test_late_decisions_see_what_was_measured_by_then(async_engine, model, dense):
     """With a step in flight tokens go one step later; which ones is settled by what the decision's own step saw."""
     server = async_engine(POLICIES["h2o"], model=model, max_num_batched_tokens=96, enable_prefix_caching=False)

@@ -231,3 +231,77 @@ SHAPE_IDS = [f"{h}x{d}-bs{b}-{str(t)[6:]}-{o.name}" for h, d, b, t, o in SHAPES]
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=SHAPE_IDS)
 #: GQA with float32, bfloat16 and float16 queries, one head, an odd block, parts of blocks.
 each_fp8_shape = pytest.mark.parametrize("shape", SHAPES[:4] + SHAPES[6:9], ids=SHAPE_IDS[:4] + SHAPE_IDS[6:9])
+
+
+# ---- What decode kernels of any language do: `batch.decode` runs one; `by` may have `per_token`
+
+
+def check_without_mass(batch):
+    """The output does not depend on whether mass is measured, nor on weights."""
+    output, mass, lse = batch.decode(weights=None)
+    assert torch.equal(batch.decode(0)[0], output) and torch.equal(batch.decode(0)[2], lse)
+    batch.weights = torch.zeros_like(batch.weights)
+    output_, unweighed, lse_ = batch.decode()
+    assert torch.equal(output_, output) and torch.equal(lse_, lse)
+    assert (unweighed == 0.25).all() and not torch.equal(mass, unweighed)
+
+
+def check_mass_adds_up(batch):
+    """To the query heads of a KV head."""
+    _, mass, _ = batch.decode(weights=None)
+    expected = torch.zeros(len(batch.seq_lens), batch.kv_heads)
+    expected[batch.rows.cpu().long()] = batch.heads // batch.kv_heads
+    assert_close((mass - 0.25).sum(2), expected, 2e-5)
+
+
+def check_large_scores(batch, tolerance, **by):
+    """They neither overflow nor vanish."""
+    output, mass, _ = batch.decode(**by)
+    expected, expected_mass = batch.decode_reference(**by)
+    assert_close(output, expected, tolerance)
+    assert_close(mass, expected_mass, 1e-4)
+
+
+def check_nan_keys(batch, splits, tokens, **by):
+    """Keys of NaN at these tokens of the last request and KV head: its output and mass are NaN, no other's are."""
+    plan = batch.plan(splits=splits, **by)
+    clean = batch.decode(plan=plan, **by)
+    request, length = len(batch.seq_lens) - 1, int(batch.seq_lens[-1])
+    batch.weights[-1] = 1
+    for token in tokens:
+        batch.keys[batch.table[request, token // 16].long(), -1, token % 16, 3] = torch.nan
+    output, mass, lse = batch.decode(plan=plan, **by)
+    expected, expected_mass = batch.decode_reference(**by)
+    entries, group = length if by.get("per_token") else -(-length // 16), batch.heads // batch.kv_heads
+    for got in output[-1, -group:], expected[-1, -group:], lse[-1, -group:]:
+        assert got.isnan().all()
+    for got in mass[request, -1, :entries], expected_mass[request, -1, :entries]:
+        assert got.isnan().all()
+    for got, want in zip((output, lse), (clean[0], clean[2])):
+        assert torch.equal(got[:-1], want[:-1]) and torch.equal(got[-1, :-group], want[-1, :-group])
+    assert torch.equal(mass[:request], clean[1][:request])
+
+
+def check_no_tokens(batch):
+    """A request without tokens gets zeros."""
+    batch.seq_lens = torch.zeros_like(batch.seq_lens)
+    output, mass, lse = batch.decode()
+    assert not output.any() and (mass == 0.25).all() and (lse == -torch.inf).all()
+
+
+def check_captured(batch, decode, **by):
+    """`decode(attention, rows, output, lse=, plan=)` replays from a CUDA graph."""
+    if not ON_GPU:
+        pytest.skip("CUDA graphs need a GPU")
+    plan = batch.plan(**by)
+    expected = batch.decode(plan=plan, **by)
+    output, lse, out = torch.empty_like(batch.query), torch.empty_like(expected[2]), batch.new_out(batch.kv_heads, **by)
+    attention = batch.attention(out, weights=batch.weights, **by)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decode(attention, batch.rows, output, lse=lse, plan=plan)
+    out.fill_(0.25)
+    graph.replay()
+    tokens = batch.starts[batch.rows.long()].long()
+    assert torch.equal(out, expected[1])
+    assert torch.equal(output[tokens], expected[0][tokens]) and torch.equal(lse[tokens], expected[2][tokens])

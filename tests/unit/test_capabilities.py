@@ -29,7 +29,7 @@ POLICIES = {
     "context": {"name": "sink-window", "context": 512, "allow": []},
     "host": {"name": "full", "evict": "host", "host": "1MiB"},
     "read": {"name": "sink-window", "read": 1024, "allow": []},
-    "layers": {"name": "full", "read": 1024, "dense_layers": 2},
+    "layers": {"name": "full", "read": 1024, "leaders": [0, 2]},
     "prompts": {"name": "full", "read": 1024, "read_prompts": 1024},
     "scored": {"name": "keydiff", "read": 1024},
     "max": {**H2O, "layers": "max"},
@@ -122,6 +122,9 @@ SERVERS = {
     "shared caches": (text(num_kv_shared_layers=1), "split kvzip context layers"),
     "another backend": ({"attention_config__backend": AttentionBackendEnum.FLEX_ATTENTION}, ALL),
     "another backend on a GPU": ({**CUDA, "attention_config__backend": AttentionBackendEnum.FLEX_ATTENTION}, ALL),
+    "a CPU's backend on a GPU": ({**CUDA, "attention_config__backend": AttentionBackendEnum.CPU_ATTN}, ALL),
+    "latents on a backend without": ({**MLA, "attention_config__backend": AttentionBackendEnum.FLASH_ATTN}, ALL),
+    "two ranks": ({"parallel_config__tensor_parallel_size": 2}, ""),
     "FlashInfer": (
         {**CUDA, "attention_config__backend": AttentionBackendEnum.FLASHINFER},
         "split layers prompts scored",

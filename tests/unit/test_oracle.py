@@ -2,6 +2,7 @@
 
 import json
 import math
+from statistics import fmean
 
 import pytest
 import torch
@@ -59,12 +60,6 @@ def run(draw, steps, start=0, kv_heads=1, **config):
     return request
 
 
-def sums(draw, steps, start=0, **config):
-    """The h2o importance after the steps, where no decision came up: a list."""
-    config = dict(policy="h2o", block_size=2, budget=1000) | config
-    return list(run(draw, steps, start, **config).importance().values())
-
-
 # The model
 
 
@@ -104,14 +99,6 @@ def test_evicting_matches_transformers_with_the_mask(path, model, policy):
     with torch.no_grad():
         expected = hf_model(path)(torch.tensor([ids]), attention_mask=hidden).logits[0]
     torch.testing.assert_close(result.logits, expected, atol=1e-4, rtol=1e-4)
-
-
-def test_attention_sums_to_one_over_the_visible(model):
-    mask = torch.ones(50, 50, dtype=torch.bool).tril()
-    mask[20:, 5:9] = False
-    _, probs = model.forward(random_ids(50), model.new_cache(), mask, want_probs=True)
-    torch.testing.assert_close(probs.sum(-1), torch.ones(2, 4, 50))
-    assert (probs[:, :, ~mask] == 0).all() and (probs[:, :, mask] > 0).all()
 
 
 def test_double_precision_agrees(path, model):
@@ -252,50 +239,6 @@ def test_selection_breaks_ties_by_index():
     assert chosen([2, 1, 1, 1, 0], 20, budget=12, recent=4) == ([1, 2], [3, 0])
 
 
-# Attention mass, with queries attending evenly: query p gives 1 / (p + 1) a token
-
-
-def test_sum_by_hand():
-    b0, b1 = 1 + 1 + 2 / 3 + 2 / 4, 1 / 3 + 2 / 4
-    assert sums([1] * 4, [4]) == pytest.approx([b0, b1])
-    assert sums([1] * 4, [3, 1]) == pytest.approx([b0, b1])
-    assert sums([1] * 4, [1] * 4) == pytest.approx([b0, b1])
-    # A third block of one token; 3 tokens from a prefix cache ask nothing here.
-    assert sums([1] * 5, [1, 1], start=3) == pytest.approx([2 / 4 + 2 / 5] * 2 + [1 / 5])
-
-
-def test_every_by_hand():
-    b0, b1 = 1 + 2 / 3, 1 / 3  # queries 0 and 2
-    for steps in ([4], [1, 2, 1], [1] * 4):
-        assert sums([1] * 4, steps, every=2) == pytest.approx([b0, b1])
-    assert sums([1] * 4, [2], start=2, every=3) == pytest.approx([2 / 4, 2 / 4])
-
-
-def test_mean_by_hand():
-    b0, b1 = 1 + 1 + 2 / 3 + 2 / 4, 1 / 3 + 2 / 4
-    # Tokens 0 .. 3 were there for 4, 3, 2 and 1 queries.
-    assert sums([1] * 4, [4], accumulate="mean") == pytest.approx([b0 / 3.5, b1 / 1.5])
-    assert sums([1] * 4, [2, 2], accumulate="mean") == pytest.approx([b0 / 3.5, b1 / 1.5])
-    # Queries 0 and 2: ages 2, 1, 1, 0, so 1.5 and 0.5, which counts as 1.
-    expected = [(1 + 2 / 3) / 1.5, 1 / 3]
-    assert sums([1] * 4, [4], accumulate="mean", every=2) == pytest.approx(expected)
-    # Only queries 2 and 3 are the request's own: ages 2, 2, 2, 1.
-    expected = [(2 / 3 + 2 / 4) / 2, b1 / 1.5]
-    assert sums([1] * 4, [2], start=2, accumulate="mean") == pytest.approx(expected)
-
-
-def test_ema_by_hand():
-    d = 0.8
-    b0 = (1 - d) * (d**3 * 1 + d**2 * 1 + d * 2 / 3 + 2 / 4)
-    b1 = (1 - d) * (d * 1 / 3 + 2 / 4)
-    for steps in ([4], [1, 3], [2, 1, 1], [1] * 4):
-        assert sums([1] * 4, steps, accumulate="ema", decay=d) == pytest.approx([b0, b1])
-    b0, b1 = (1 - d) * (d * 1 + 2 / 3), (1 - d) * 1 / 3  # queries 0 and 2
-    for steps in ([4], [1, 3], [1] * 4):
-        got = sums([1] * 4, steps, accumulate="ema", decay=d, every=2)
-        assert got == pytest.approx([b0, b1])
-
-
 LAST = dict(policy="h2o", block_size=2, budget=4, buffer=2, accumulate="last", window=2)
 DRAW = [1, 1, 3, 3, 1, 2, 1, 1, 1, 5, 1, 1]
 
@@ -329,34 +272,8 @@ def test_last_in_a_chunk_past_the_prediction(steps, queries):
     assert decision.evicted == [0, 2, 3]
 
 
-def test_heads_and_layers_by_hand():
-    """2 layers, 4 query heads in 2 KV groups, 2 tokens in blocks of 1.
-
-    Query 0 gives token 0 all; query 1 gives it 1 / (1 + x) for a draw of (1, x).
-    """
-    draw = torch.ones(2, 4, 2)
-    draw[0, :, 1] = torch.tensor([1.0, 3.0, 1.0, 1.0])
-    draw[1, :, 1] = torch.tensor([3.0, 3.0, 9.0, 1.0])
-    # Token 1's mass by layer and KV head: [[1.25, 1.0], [1.5, 1.4]].
-    expected = {
-        ("sum", "sum"): 5.15,
-        ("mean", "sum"): 5.15 / 2,
-        ("sum", "max"): 2.75,
-        ("max", "sum"): 1.5 + 1.4,
-        ("max", "max"): 1.5,
-        ("mean", "max"): 2.75 / 2,
-        ("mean", "mean"): 5.15 / 4,
-        ("max", "mean"): 1.45,
-    }
-    for (layers, heads), value in expected.items():
-        config = dict(policy="h2o", block_size=1, budget=9, layers=layers, heads=heads)
-        for steps in ([2], [1, 1]):
-            got = run(draw, steps, kv_heads=2, **config).importance()
-            assert got[1] == pytest.approx(value), (layers, heads)
-
-
-@pytest.mark.parametrize("heads", ["sum", "max"])
-@pytest.mark.parametrize("layers", ["sum", "max"])
+@pytest.mark.parametrize("heads", ["sum", "mean", "max"])
+@pytest.mark.parametrize("layers", ["sum", "mean", "max"])
 @pytest.mark.parametrize("accumulate", ["sum", "mean", "ema", "last"])
 def test_first_decision_against_loops(model, accumulate, layers, heads):
     """The first decision's importance from one dense pass, one term at a time."""
@@ -373,7 +290,7 @@ def test_first_decision_against_loops(model, accumulate, layers, heads):
     queries = [p for p in range(start, 97) if p % every == 0]
     if accumulate == "last":
         queries = [p for p in queries if p > 96 - window]
-    pick = {"sum": sum, "max": max}
+    pick = {"sum": sum, "mean": fmean, "max": max}
     for b in (0, 3, 7, 11):
         tokens = range(b * size, b * size + size)
         by_head = []

@@ -141,8 +141,6 @@ BESIDE = {
         {},
         "use a policy for whole layers, such as h2o, snapkv or sink-window",
     ),
-    "to repeat a prompt": ({"name": "kvzip", "budget": 512, "recent": 64}, {}, "leave kvzip out"),
-    "to repeat a prompt by a request": ({**H2O, "allow": ["kvzip"]}, {}, "leave kvzip out"),
 }
 
 
@@ -154,7 +152,7 @@ def test_what_cannot_be_served_beside_sliding_windows_is_refused_by_name(tmp_pat
     message = refusal(engine_config, windows, policy, **arguments)
     assert message.startswith(f"KV policy {policy['name']!r} can't be used with ") and "\n" not in message
     assert "sliding-window attention beside full attention" in message
-    assert what.removesuffix(" by a request") in message and f": {instead}" in message
+    assert what in message and f": {instead}" in message
     engine_config(windows, H2O)
     engine_config(full, policy, **arguments)
     engine_config(windows, policy, **arguments, disable_sliding_window=True, max_model_len=64, block_size=32)
@@ -167,30 +165,8 @@ def test_what_cannot_be_served_beside_states_is_refused_by_name(tmp_path, what):
     message = refusal(engine_config, hybrid, policy, **arguments)
     kinds = "Mamba, linear attention or short convolutions beside full attention"
     assert message.startswith(f"KV policy {policy['name']!r} can't be used with ") and kinds in message
-    assert what.removesuffix(" by a request") in message and f": {instead}" in message and "\n" not in message
+    assert what in message and f": {instead}" in message and "\n" not in message
     engine_config(hybrid, H2O)
-
-
-def test_states_have_no_way_back(tmp_path):
-    """Keys may turn, but no state forgets what it has seen."""
-    with pytest.raises(KVPolicyError, match="states keep the positions.*: leave context out"):
-        engine_config(with_config(tmp_path, **JAMBA), {**H2O, "context": "model"}, max_num_batched_tokens=256)
-
-
-UNTRIED = {
-    "dense_layers or a list of leaders and Mamba, .*": (
-        {"name": "keydiff", "read": 256, "dense_layers": 1},
-        {},
-        "leave dense_layers and leaders out",
-    ),
-}
-
-
-@pytest.mark.parametrize("what", UNTRIED)
-def test_what_no_test_has_run_beside_states_is_refused(tmp_path, what):
-    own, arguments, instead = UNTRIED[what]
-    with pytest.raises(KVPolicyError, match=f"with {what}, which no test runs: {instead}"):
-        engine_config(with_config(tmp_path, **JAMBA), {**H2O, **own}, **arguments)
 
 
 def test_no_context_with_positions_of_several_dimensions(tmp_path):
@@ -200,13 +176,6 @@ def test_no_context_with_positions_of_several_dimensions(tmp_path):
     with pytest.raises(KVPolicyError, match=r"several dimensions \(M-RoPE\).*: leave context out"):
         engine_config(several, {**H2O, "context": "model"}, max_num_batched_tokens=256)
     assert engine_config(several).model_config.uses_mrope, "without a context they are served"
-
-
-def test_no_context_beside_sliding_windows(tmp_path):
-    """Some models (Cohere2, EXAONE 4) turn keys in layers with windows only, and have the embedding in all."""
-    windows = with_config(tmp_path, sliding_window=64, layer_types=["sliding_attention", "full_attention"])
-    with pytest.raises(KVPolicyError, match="only these layers may have positions: leave context out"):
-        engine_config(windows, {**H2O, "context": "model"}, max_num_batched_tokens=256)
 
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
@@ -224,22 +193,9 @@ SETTINGS = {
         dict(speculative_config={**DRAFT, "parallel_drafting": True}),
         'leave "parallel_drafting" out of --speculative-config',
     ),
-    "a context and speculative decoding": (
-        dict(policy={**H2O, "context": "model"}, speculative_config=NGRAM, max_num_batched_tokens=256),
-        "leave context out",
-    ),
-    "kvzip and speculative decoding": (dict(policy="kvzip", speculative_config=NGRAM), "leave kvzip out of name"),
-    "accumulate: mean and speculative decoding": (
-        dict(policy={**H2O, "accumulate": "mean"}, speculative_config=NGRAM),
-        "set accumulate: sum, ema or last",
-    ),
     "32 draft tokens in blocks of 32 tokens": (
         dict(speculative_config={**NGRAM, "num_speculative_tokens": 32}, block_size=32),
         '"num_speculative_tokens" in --speculative-config to less than 32',
-    ),
-    "dense_layers or a list of leaders and speculative decoding": (
-        dict(policy={"name": "full", "read": 1024, "dense_layers": 2}, speculative_config=NGRAM),
-        "leave dense_layers and leaders out",
     ),
     "encoder-cache connector": (
         dict(ec_transfer_config={"ec_connector": "ExampleConnector", "ec_role": "ec_both"}),
@@ -288,14 +244,6 @@ CONNECTORS = {
         connected(kv_connector_extra_config={"bidirectional_kv_xfer": True}),
         "leave bidirectional_kv_xfer out",
     ),
-    "evict: host": ({"name": "full", "evict": "host", "host": 1 << 30}, connected(), "set evict: drop"),
-    "a context": ({**H2O, "context": "model"}, connected(), "leave context out"),
-    "kvzip": ({**H2O, "allow": ["kvzip"]}, connected(), "leave kvzip out"),
-    "puts heads into pages": (
-        {"name": "pyramidkv", "budget": 512, "recent": 64},
-        connected("OffloadingConnector", "kv_both"),
-        "use a policy for whole layers",
-    ),
 }
 
 
@@ -320,15 +268,6 @@ def test_kv_connectors_that_are_served(tiny):
     ):
         for policy in (H2O, UNMEASURED, {**H2O, "granularity": "token"}, {**H2O, "when": "pressure"}):
             assert engine_config(tiny, policy, **arguments).kv_transfer_config.kv_connector
-
-
-def test_under_pressure_evicted_blocks_have_to_be_free_at_once(tiny, async_stays):
-    pressure = {**H2O, "when": "pressure"}
-    with pytest.raises(
-        KVPolicyError, match="under async scheduling, .*: set --no-async-scheduling, or set when: budget"
-    ):
-        engine_config(tiny, pressure, **connected(), async_scheduling=True)
-    engine_config(tiny, pressure, async_scheduling=True)
 
 
 def test_a_server_that_only_prefills_is_vllms_own(tiny, tmp_path, monkeypatch):

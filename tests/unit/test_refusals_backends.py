@@ -80,96 +80,15 @@ def plain_config(**changes):
 
 #: Backends of a GPU that policies run on.
 SERVED = [AttentionBackendEnum[name] for name in ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")]
-#: What vLLM itself refuses on a CPU, or switches off there.
-NOT_ON_A_CPU = {
-    "vLLM's xpu engine": dict(device_config__device_type="xpu"),
-    "the attention backend FLEX_ATTENTION: set --attention-backend to one on": dict(
-        device_config__device_type="cuda", attention_config__backend=AttentionBackendEnum.FLEX_ATTENTION
-    ),
-    "the attention backend CPU_ATTN: set --attention-backend to one on": dict(
-        device_config__device_type="cuda", attention_config__backend=AttentionBackendEnum.CPU_ATTN
-    ),
-    "layers that attend to their prompt and a sliding window": dict(model_config__rswa_window=128),
-    "context parallelism": dict(parallel_config__decode_context_parallel_size=2),
-    "context parallelism: set --decode": dict(parallel_config__prefill_context_parallel_size=2),
-    "dual-batch overlap or microbatches": dict(parallel_config__use_ubatching=True),
-    "data parallelism under an external launcher": dict(
-        parallel_config__distributed_executor_backend="external_launcher"
-    ),
-    "vLLM's older Ray executor, which runs steps past the worker: unset VLLM_USE_RAY_V2_EXECUTOR_BACKEND": dict(
-        parallel_config__distributed_executor_backend=type("Own", (RayDistributedExecutor,), {})
-    ),
-    "models with non-causal attention": dict(model_config__is_diffusion=True),
-    "sparse attention (DSA), whose indexer": dict(model_config__hf_text_config=SimpleNamespace(index_topk=2048)),
-    "compressed sparse attention (CSA)": dict(model_config__hf_text_config=SimpleNamespace(compress_ratios=[4])),
-    "block-sparse attention (MSA)": dict(model_config__hf_text_config=SimpleNamespace(sparse_attention_config={})),
-    "the attention backend FLASH_ATTN: set --attention-backend to one on": dict(
-        model_config__use_mla=True, attention_config__backend=AttentionBackendEnum.FLASH_ATTN
-    ),
-    "Mamba or linear attention in all layers": dict(model_config__is_attention_free=True),
-}
 
 
-@pytest.mark.parametrize("what", NOT_ON_A_CPU)
-def test_what_this_engine_cannot_even_be_asked_for_is_refused_too(what):
-    refuse.check_config(plain_config(), KVPolicyConfig.parse(H2O))
-    message = refusal(refuse.check_config, plain_config(**NOT_ON_A_CPU[what]), KVPolicyConfig.parse(H2O))
-    assert what in message and ("leave" in message or "set --" in message or "unset " in message)
-
-
-def test_what_drafters_under_async_scheduling_wait_for():
-    """On a GPU vLLM schedules asynchronously beside them, where it is not told otherwise."""
-    served, h2o = plain_config(scheduler_config__async_scheduling=True), KVPolicyConfig.parse(H2O)
-    drafts = SimpleNamespace(method="mtp", num_speculative_tokens=3, parallel_drafting=False)
-    served.speculative_config = drafts
-    refuse.check_config(served, h2o)  # by block, lengths on the device are enough for all scores
-    with pytest.raises(KVPolicyError, match="token and .* by 'mtp' under async .*: set --no-async-scheduling"):
-        refuse.check_config(served, KVPolicyConfig.parse({**H2O, "granularity": "token"}))
-    served.model_config.use_mla = True
-    refuse.check_config(served, h2o)
-
-
-def test_drafts_by_token_stand_beside_full_attention_alone():
-    served = plain_config(scheduler_config__async_scheduling=False, cache_config__enable_prefix_caching=False)
-    drafts = SimpleNamespace(method="mtp", num_speculative_tokens=3, parallel_drafting=False)
-    served.speculative_config = drafts
-    by_token = KVPolicyConfig.parse({**H2O, "granularity": "token"})
-    refuse.check_config(served, by_token)
-    served.model_config.is_hybrid = True
-    for method in ("mtp", "ngram"):
-        drafts.method = method
-        with pytest.raises(KVPolicyError, match="token and .* beside states, .*set granularity: block"):
-            refuse.check_config(served, by_token)
-    drafts.method, served.model_config.is_hybrid = "mtp", False
-    served.model_config.hf_text_config = SimpleNamespace(layer_types=["sliding_attention", "full_attention"])
-    served.model_config.get_sliding_window = lambda: 64
-    with pytest.raises(
-        KVPolicyError, match="token and .* beside sliding windows.*: set .method.: .ngram.* or set granularity: block"
-    ):
-        refuse.check_config(served, by_token)
-
-
-@pytest.mark.parametrize("method", ["ngram_gpu", "dflash", "dspark"])
-def test_some_methods_are_served_on_model_runner_v2_alone(method):
-    served, h2o = plain_config(scheduler_config__async_scheduling=False), KVPolicyConfig.parse(H2O)
-    served.speculative_config = drafts = SimpleNamespace(
-        method=method, num_speculative_tokens=3, parallel_drafting=method != "ngram_gpu"
+def test_rays_older_executor_is_refused():
+    """It runs steps past the worker."""
+    own = plain_config(parallel_config__distributed_executor_backend=type("Own", (RayDistributedExecutor,), {}))
+    message = refusal(refuse.check_config, own, KVPolicyConfig.parse(H2O))
+    assert (
+        "vLLM's older Ray executor, which runs steps past the worker: unset VLLM_USE_RAY_V2_EXECUTOR_BACKEND" in message
     )
-    served.use_v2_model_runner = False
-    with pytest.raises(KVPolicyError, match=f"by '{method}' on Model Runner V1.*: set .method.*mtp.*, or to ngram, or"):
-        refuse.check_config(served, h2o)
-    served.use_v2_model_runner = True
-    refuse.check_config(served, h2o)
-    drafts.method = "medusa"
-    with pytest.raises(
-        KVPolicyError, match="by 'medusa': set .method.* to one of ngram, eagle, .*, ngram_gpu, dflash, dspark, or"
-    ):
-        refuse.check_config(served, h2o)
-    served.use_v2_model_runner = False
-    with pytest.raises(KVPolicyError, match="one of ngram, eagle, eagle3, mtp, draft_model, suffix, or leave"):
-        refuse.check_config(served, h2o)
-    drafts.method, drafts.parallel_drafting = "ngram", False
-    refuse.check_config(served, h2o)  # the way out
 
 
 def test_the_way_out_of_drafts_on_model_runner_v2_before_they_are_served_there(monkeypatch):
@@ -184,33 +103,6 @@ def test_the_way_out_of_drafts_on_model_runner_v2_before_they_are_served_there(m
     drafts.method = "ngram_gpu"  # which V1 does not serve
     with pytest.raises(KVPolicyError, match="on Model Runner V2.*: leave --speculative-config out, or leave --kv"):
         refuse.check_config(served, KVPolicyConfig.parse(H2O))
-
-
-def test_layers_read_alike_on_a_gpu_and_beside_other_layers():
-    fields = {"name": "sink-window", "read": 1024, "allow": []}
-    unlike = KVPolicyConfig.parse({**fields, "leaders": [0, 2]})
-    refuse.check_config(plain_config(), unlike)
-    windows = {"model_config__hf_text_config": SimpleNamespace(layer_types=["sliding_attention", "full_attention"])}
-    windows["model_config__get_sliding_window"] = lambda: 64
-    cuda = {"device_config__device_type": "cuda"}
-    for what, changes in (
-        ("a GPU, whose kernels have one length for all layers", cuda),
-        ("sliding-window attention", windows),
-        ("Mamba", {"model_config__is_hybrid": True}),
-    ):
-        refuse.check_config(plain_config(**changes), KVPolicyConfig.parse(fields))
-        with pytest.raises(KVPolicyError, match=f"dense_layers or a list of leaders .* {what}.*: leave dense_layers"):
-            refuse.check_config(plain_config(**changes), unlike)
-    with pytest.raises(KVPolicyError, match="read under a policy that scores .* a GPU.*: set read under full"):
-        refuse.check_config(plain_config(**cuda), KVPolicyConfig.parse({"name": "keydiff", "read": 1024}))
-
-
-def test_what_several_ranks_serve():
-    tier = {"name": "full", "evict": "host", "host": "1MiB"}
-    duo = {"name": "duo", "pattern": ["01"], "retrieval": {"name": "full", "read": 1024}}
-    for policy in (tier, {"name": "sink-window", "read": 1024, "allow": []}, duo):
-        config = plain_config(parallel_config__tensor_parallel_size=2)
-        refuse.check_config(config, KVPolicyConfig.parse(policy))
 
 
 @pytest.mark.parametrize("backend", [None, *SERVED])

@@ -18,17 +18,7 @@ STAGED = {
         {},
         "or use a policy for whole",
     ),
-    "heads or layers: max and pipeline": ({**H2O, "layers": "max"}, {}, {}, "-size, or set sum or mean"),
-    "granularity: token and pipeline": ({**H2O, "granularity": "token"}, {}, {}, "-size, or set granularity: block"),
-    "kvzip and pipeline": ({**H2O, "allow": ["kvzip"]}, {}, {}, '-size, or leave kvzip out of name and "allow" ('),
-    "a context and pipeline": (
-        {**H2O, "context": "model"},
-        dict(max_num_batched_tokens=256),
-        {},
-        "-size, or leave context out",
-    ),
     "evict: host and pipeline": ({**H2O, "evict": "host", "host": "1MiB"}, {}, {}, "-size, or set evict: drop"),
-    "read and pipeline": ({"name": "sink-window", "read": 1024, "allow": []}, {}, {}, "-size, or leave read out"),
     "sliding-window attention beside full attention and pipeline parallelism, where vLLM groups layers over all stages": (
         H2O,
         {},
@@ -50,24 +40,6 @@ def test_what_stages_of_a_pipeline_cannot_serve_is_refused_by_name(tmp_path, wha
     policy, arguments, changes, instead = STAGED[what]
     message = refusal(engine_config, with_config(tmp_path, **changes), policy, pipeline_parallel_size=2, **arguments)
     assert what in message and instead in message
-
-
-def test_stages_on_runners_and_launchers_that_no_test_runs_are_refused():
-    config = plain_config(parallel_config__pipeline_parallel_size=2)
-    config.use_v2_model_runner = False
-    refuse.check_config(config, KVPolicyConfig.parse(H2O))
-    config.model_config.use_mla = True
-    with pytest.raises(KVPolicyError, match=r"multi-head latent attention \(MLA\) and pipeline parallelism.*: use"):
-        refuse.check_config(config, KVPolicyConfig.parse(H2O))
-    config.model_config.use_mla, config.use_v2_model_runner = False, True
-    refuse.check_config(config, KVPolicyConfig.parse(H2O))
-    config.parallel_config.distributed_executor_backend = "external_launcher"
-    config.parallel_config.data_parallel_size = 1
-    with pytest.raises(
-        KVPolicyError,
-        match="an external launcher and pipeline parallelism, whose stages would each have a scheduler: use",
-    ):
-        refuse.check_config(config, KVPolicyConfig.parse(H2O))
 
 
 def test_a_stage_without_layers_is_refused(tiny, monkeypatch):
