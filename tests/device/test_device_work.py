@@ -17,7 +17,7 @@ from vllm_evict.compute.attention.triton import TritonOps
 from vllm_evict.compute.kernels.compact import is_ordered
 from vllm_evict.compute.kernels.paged import PagedAttention
 from vllm_evict.compute.kernels.queries import Queries
-from vllm_evict.compute.probes import LayerCall, Measured
+from vllm_evict.compute.probes import LayerCall, MassTarget
 from vllm_evict.compute.work import HeadSlice
 from vllm_evict.integration.worker import split
 from vllm_evict.integration.worker.backend import STEP_WORK, working_impl
@@ -90,8 +90,8 @@ def test_fp8_pages_and_queries_are_attended_to_as_what_they_stand_for(per_token)
     for its, caches in ((layer, pages), (plain, real)):
         mass, decoded, output = (torch.zeros(2, 2, 3 * BLOCK), torch.zeros(2, 2, 3 * BLOCK), torch.zeros(4, 4, 32))
         call = LayerCall(ops, its, 0, query[:, 2:], caches[1], metadata, output)
-        ops.mass(call, Measured(mass, per_token=per_token))
-        ops.decode(call, rows, lens, Measured(decoded, per_token=per_token))
+        ops.mass(call, MassTarget(mass, per_token=per_token))
+        ops.decode(call, rows, lens, MassTarget(decoded, per_token=per_token))
         of_each = ops.mass_of(call, queries, 3)
         together, out, work = (
             torch.zeros(4, 6, 32),
@@ -100,7 +100,7 @@ def test_fp8_pages_and_queries_are_attended_to_as_what_they_stand_for(per_token)
         )
         parts = zip(query.split([2, 4], 1), caches, together.split([2, 4], 1))
         shares = [HeadSlice(work, LayerCall(ops, its, 0, q, cache, metadata, to)) for q, cache, to in parts]
-        ops.decode_together(shares, [Measured(each, per_token=per_token) for each in (out, None)])
+        ops.decode_together(shares, [MassTarget(each, per_token=per_token) for each in (out, None)])
         results.append((mass, decoded, output, of_each, together, out))
     for got, want in zip(*results, strict=True):
         assert want.any()
@@ -132,13 +132,13 @@ def test_a_sum_over_heads_is_that_of_the_heads(per_token, scratch, monkeypatch):
     one, each, all_of_it = torch.ones(2, 1, width), torch.zeros(2, 2, width), torch.zeros(2, 2, width)
     ops.scratch_bytes = 4 * scratch * (BLOCK if per_token and scratch == 2 * 3 else 1)
     call = LayerCall(ops, layer, 0, query, pages, metadata)
-    ops.mass(call, Measured(one, weights, per_token, last))
+    ops.mass(call, MassTarget(one, weights, per_token, last))
     heads = [len(one.mass) if one.mass.shape[1] == 2 else None for one, *_ in launches]
     assert heads == {0: [None], 2 * 3: [1, 1]}.get(scratch, [2])
     # Weights of 0 hide whether queries before the last ones are read.
     assert [its.tolist() for *_, its in launches] == ([[1], [2]] if scratch == 2 * 3 else [[1, 2]])
-    ops.mass(call, Measured(each, weights, per_token, last))
-    ops.mass(call, Measured(all_of_it, weights, per_token))
+    ops.mass(call, MassTarget(each, weights, per_token, last))
+    ops.mass(call, MassTarget(all_of_it, weights, per_token))
     assert each.any()
     torch.testing.assert_close(each, all_of_it, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(one - 1, each.sum(1, keepdim=True), rtol=1e-5, atol=1e-5)
@@ -301,7 +301,7 @@ class LatentBatch:
 
     def mass(self, ops, cache, weights, last):
         out = torch.full((self.rows, 1, self.width), 0.25)
-        ops.mass(LayerCall(ops, self.layer, 0, self.query, cache, self.metadata), Measured(out, weights, last=last))
+        ops.mass(LayerCall(ops, self.layer, 0, self.query, cache, self.metadata), MassTarget(out, weights, last=last))
         return out
 
 

@@ -11,7 +11,7 @@ from vllm_evict.compute.attention.ops import ops_for
 from vllm_evict.compute.attention.triton import TritonOps
 from vllm_evict.compute.kernel_blocks import KernelBlockViews
 from vllm_evict.compute.kernels.queries import Queries
-from vllm_evict.compute.probes import LayerCall, Measured
+from vllm_evict.compute.probes import LayerCall, MassTarget
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 BLOCK, KERNEL, BLOCKS, HEADS, DIM = 48, 16, 9, 2, 32
@@ -71,10 +71,10 @@ def test_mass_is_by_the_pools_blocks_or_by_token(both, heads, per_token):
     for ops, pages, metadata in both:
         out = torch.ones(2, heads, 3 * BLOCK if per_token else 3)
         output, unmeasured, rows = torch.zeros_like(QUERY), torch.zeros_like(QUERY), torch.tensor([1]).int()
-        call, measured = LayerCall(ops, LAYER, 0, QUERY, pages, metadata, output), Measured(out, per_token=per_token)
+        call, measured = LayerCall(ops, LAYER, 0, QUERY, pages, metadata, output), MassTarget(out, per_token=per_token)
         ops.mass(call, measured)
         ops.decode(call, rows, metadata.seq_lens, measured)
-        ops.decode(replace(call, output=unmeasured), rows, metadata.seq_lens, Measured())
+        ops.decode(replace(call, output=unmeasured), rows, metadata.seq_lens, MassTarget())
         assert torch.equal(unmeasured, output) and output[5].abs().sum() > 0
         found.append((out, output))
     torch.testing.assert_close(*found)

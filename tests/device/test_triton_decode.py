@@ -40,7 +40,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_evict.compute.attention.device import DeviceOps
 from vllm_evict.compute.kernels.decode import decode_classes_reference
-from vllm_evict.compute.probes import LayerCall, Measured
+from vllm_evict.compute.probes import LayerCall, MassTarget
 from vllm_evict.compute.work import HeadSlice
 from vllm_evict.triton_kernels.decode_classes import decode_classes, plan_classes
 from vllm_evict.triton_kernels.decode_mass import decode_mass, plan_decode
@@ -321,7 +321,7 @@ def test_where_scratch_has_no_room_for_all_some_are_decoded_at_a_time(classes, p
         output = torch.full_like(query, 7.0)
         for share, its in zip(shares, output.split(layer.heads[:classes], 1)):
             share.call.ops, share.call.output = ops, its
-        measured = [Measured(out, parts[0].weights, per_token) for out in outs]
+        measured = [MassTarget(out, parts[0].weights, per_token) for out in outs]
         if classes == 2:
             ops.decode_together(shares, measured)
         else:

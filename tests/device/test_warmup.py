@@ -28,7 +28,7 @@ from vllm_evict.compute.attention.warmup import LayerHeads, warm_up
 from vllm_evict.compute.compaction import Compactor
 from vllm_evict.compute.group import GroupRuntime
 from vllm_evict.compute.kernels.queries import Queries
-from vllm_evict.compute.probes import LayerCall, Measured
+from vllm_evict.compute.probes import LayerCall, MassTarget
 from vllm_evict.compute.runtime import EvictionRuntime
 from vllm_evict.compute.shape import Shape
 from vllm_evict.compute.work import HeadSlice
@@ -261,14 +261,14 @@ class Work:
         width, weights = -(-longest // self.block_size), torch.ones(queries)
         if tokens_of(group) is not None:
             kv_heads = part.kv_cache.shape[1]
-            return [Measured(torch.zeros(rows, kv_heads + 1, width * self.block_size)[:, :kv_heads], weights, True)]
+            return [MassTarget(torch.zeros(rows, kv_heads + 1, width * self.block_size)[:, :kv_heads], weights, True)]
         sums = sums_of(group)
         mass = torch.zeros(rows, sums.heads, width)
         pivots = []
         if self.tests:
             layer = torch.zeros(rows, sums.kv_heads + 1, width)[:, : part.kv_cache.shape[1]]
-            pivots = [Measured(None, weights), Measured(layer, weights)]
-        return [Measured(mass), Measured(mass, weights), Measured(), *pivots]
+            pivots = [MassTarget(None, weights), MassTarget(layer, weights)]
+        return [MassTarget(mass), MassTarget(mass, weights), MassTarget(), *pivots]
 
     def call(self, *where):
         return LayerCall(self.ops, self.layer, 0, *where)

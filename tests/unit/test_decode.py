@@ -17,7 +17,7 @@ from vllm_evict.compute.kernels.decode import (
 )
 from vllm_evict.compute.kernels.mass import block_mass, pack_keys, pack_values, unpack_keys, unpack_values
 from vllm_evict.compute.kernels.paged import PagedAttention
-from vllm_evict.compute.probes import LayerCall, Measured
+from vllm_evict.compute.probes import LayerCall, MassTarget
 
 
 class Batch:
@@ -324,8 +324,8 @@ def test_the_backend_passes_it_on():
         output = torch.empty_like(batch.query)
         call = LayerCall(cpu.CPUOps(), layer, 0, batch.query.contiguous(), pages, metadata, output)
         mass, decoded = torch.zeros_like(expected), torch.zeros_like(expected)
-        cpu.CPUOps().mass(call, Measured(mass, weights, **options))
-        cpu.CPUOps().decode(call, batch.rows, batch.seq_lens, Measured(decoded, **options))
+        cpu.CPUOps().mass(call, MassTarget(mass, weights, **options))
+        cpu.CPUOps().decode(call, batch.rows, batch.seq_lens, MassTarget(decoded, **options))
         torch.testing.assert_close(mass, expected, rtol=3e-6, atol=3e-8)
         torch.testing.assert_close(decoded, expected, rtol=3e-6, atol=3e-8)
 

@@ -50,7 +50,7 @@ class LayerCall:
         self.ops.rewritten(self.metadata)
 
 
-class Measured(NamedTuple):
+class MassTarget(NamedTuple):
     """Where a kernel that attends adds the mass of one call.
 
     Attributes:
@@ -93,9 +93,9 @@ class StepProbe:
         """Return the memory to which kernels add the layer's mass, float32 [R, Hkv or 1, W]; None: they add none."""
         return None
 
-    def measured(self, call: LayerCall) -> Measured:
-        """Return what kernels measure of the layer."""
-        return Measured(self.out(call), self.weights, self.per_token, self.last)
+    def target(self, call: LayerCall) -> MassTarget:
+        """Return where kernels add what they measure of the layer."""
+        return MassTarget(self.out(call), self.weights, self.per_token, self.last)
 
     def add(self, call: LayerCall) -> None:
         """Take in one layer, after it has attended. A model may call a layer any number of times in a step."""

@@ -129,7 +129,7 @@ class StepWork:
         metadata, lens = (call.metadata, self.seq_lens) if self.precedes else self._source.table(call)
         reading = call if metadata is call.metadata else replace(call, metadata=metadata)
         for mass in self.masses or (UNMEASURED,):
-            measured = mass.measured(call)
+            measured = mass.target(call)
             if len(self.rows):
                 call.ops.decode(reading, self.rows, lens, measured)
             if measured.out is not None and not self.is_all:
@@ -159,7 +159,7 @@ def do_together(slices: Sequence[HeadSlice]) -> bool:
     if len(measuring) > 1 or not all(heads.work.joins for heads in slices):
         return False
     heads, mass = measuring[0] if measuring else (slices[0], UNMEASURED)
-    measured = mass.measured(heads.call)
+    measured = mass.target(heads.call)
     unmeasured = measured._replace(out=None)
     heads.call.ops.decode_together(slices, [measured if each is heads else unmeasured for each in slices])
     mass.add(heads.call)

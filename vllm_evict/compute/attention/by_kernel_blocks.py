@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..kernels.queries import Queries
-from ..probes import LayerCall, Measured
+from ..probes import LayerCall, MassTarget
 from .device import DeviceOps
 
 
@@ -25,7 +25,7 @@ class ByKernelBlocks(DeviceOps):
     by_kernel_blocks = True
     block_size: int
 
-    def mass(self, call: LayerCall, measured: Measured) -> None:
+    def mass(self, call: LayerCall, measured: MassTarget) -> None:
         with self._split(call, measured) as split:
             super().mass(call, split)
 
@@ -33,7 +33,7 @@ class ByKernelBlocks(DeviceOps):
         count = self._count(call.kv_cache)
         return super().mass_of(call, queries, width * count).unflatten(2, (width, count)).sum(3)
 
-    def decode(self, call: LayerCall, rows: torch.Tensor, seq_lens: torch.Tensor, measured: Measured) -> None:
+    def decode(self, call: LayerCall, rows: torch.Tensor, seq_lens: torch.Tensor, measured: MassTarget) -> None:
         with self._split(call, measured) as split:
             super().decode(call, rows, seq_lens, split)
 
@@ -63,7 +63,7 @@ class ByKernelBlocks(DeviceOps):
         return _joined(keys, count), None if content is None else _joined(content, count)
 
     @contextmanager
-    def _split(self, call: LayerCall, measured: Measured) -> Iterator[Measured]:
+    def _split(self, call: LayerCall, measured: MassTarget) -> Iterator[MassTarget]:
         """Yield where the kernels measure, by their own blocks, and add that to `measured` by the pool's blocks."""
         out, count = measured.out, self._count(call.kv_cache)
         if out is None or measured.per_token or count == 1:

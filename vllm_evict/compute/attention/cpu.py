@@ -10,7 +10,7 @@ from ..kernels.decode import decode_classes, decode_mass
 from ..kernels.logits import logits_of
 from ..kernels.mass import block_mass, kernel_path, pack_keys, pack_values, unpack_keys, unpack_values
 from ..kernels.paged import PagedAttention
-from ..probes import LayerCall, Measured
+from ..probes import LayerCall, MassTarget
 from ..work import HeadSlice
 from .fp8 import cache_scales, elements, scaled, scales, stored_as
 from .ops import CPU_FP8_NAMES, BackendOps
@@ -55,14 +55,14 @@ class CPUOps(BackendOps):
     ) -> None:
         compact([_pages(kv_cache) for kv_cache in kv_caches], source, keep, target, layout=KEY_LAYOUTS[layer.isa])
 
-    def mass(self, call: LayerCall, measured: Measured) -> None:
+    def mass(self, call: LayerCall, measured: MassTarget) -> None:
         block_mass(_attention(call, measured))  # skips queries of weight 0 by itself
 
-    def decode(self, call: LayerCall, rows: torch.Tensor, seq_lens: torch.Tensor, measured: Measured) -> None:
+    def decode(self, call: LayerCall, rows: torch.Tensor, seq_lens: torch.Tensor, measured: MassTarget) -> None:
         attention = _attention(call, measured, seq_lens)
         decode_mass(attention, rows, call.output[: len(attention.query)].view(attention.query.shape))
 
-    def decode_together(self, slices: Sequence[HeadSlice], measured: Sequence[Measured]) -> None:
+    def decode_together(self, slices: Sequence[HeadSlice], measured: Sequence[MassTarget]) -> None:
         classes = [_attention(heads.call, its, heads.work.seq_lens) for heads, its in zip(slices, measured)]
         outputs = [heads.call.output[: len(its.query)] for heads, its in zip(slices, classes)]
         decode_classes(classes, slices[0].work.rows, outputs)
@@ -92,7 +92,7 @@ class CPUOps(BackendOps):
         return scaled(keys, cache_scales(layer, stored)[0])
 
 
-def _attention(call: LayerCall, measured: Measured, seq_lens: torch.Tensor | None = None) -> PagedAttention:
+def _attention(call: LayerCall, measured: MassTarget, seq_lens: torch.Tensor | None = None) -> PagedAttention:
     """Return the arguments of kernels for a layer and the backend's metadata, whose lengths `seq_lens` replaces."""
     layer, metadata = call.layer, call.metadata
     keys, values = _halves(elements(layer, call.kv_cache))

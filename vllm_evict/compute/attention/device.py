@@ -15,7 +15,7 @@ from ..kernels.logits import logits_of
 from ..kernels.paged import PagedAttention
 from ..kernels.queries import Queries
 from ..kernels.take import take
-from ..probes import LayerCall, Measured
+from ..probes import LayerCall, MassTarget
 from ..transfer import to_device
 from ..work import HeadSlice
 from .fp8 import FP8, cache_scales, scaled, scales, stored_as
@@ -113,7 +113,7 @@ class DeviceOps(BackendOps):
         """Return whether the CUDA C++ kernel replaces `decode_mass` for these arguments."""
         return self._cuda is not None and decode_cuda.refused(attention) is None
 
-    def mass(self, call: LayerCall, measured: Measured) -> None:
+    def mass(self, call: LayerCall, measured: MassTarget) -> None:
         """See `BackendOps.mass`; runs `mass_from_lse`.
 
         Mass that `out` has as a sum over heads is computed for each KV head in the scratch, so that more programs run
@@ -146,7 +146,7 @@ class DeviceOps(BackendOps):
             mass_from_lse(part, lse, last=None if last is None else last[some])
             take(out[some], mass, lens, block_size)
 
-    def warm_up_mass(self, call: LayerCall, measured: Measured) -> None:
+    def warm_up_mass(self, call: LayerCall, measured: MassTarget) -> None:
         """Launch all variants of `mass`, with its arguments."""
         self.mass(call, measured)
 
@@ -154,7 +154,7 @@ class DeviceOps(BackendOps):
         """Return into how many slices `mass` divides the query heads of a KV head, if a request has several queries."""
         return 1
 
-    def arguments(self, call: LayerCall, measured: Measured, requests: int) -> PagedAttention:
+    def arguments(self, call: LayerCall, measured: MassTarget, requests: int) -> PagedAttention:
         """Return the arguments of the kernels of `mass`, of the first `requests` rows of the batch."""
         return _attention(call, measured, requests)
 
@@ -179,7 +179,7 @@ class DeviceOps(BackendOps):
             query_start_loc=numbers,
             seq_lens=queries.lens,
         )
-        attention = _attention(replace(call, query=query, metadata=alone), Measured(out), len(query))
+        attention = _attention(replace(call, query=query, metadata=alone), MassTarget(out), len(query))
         assert attention.value_cache is not None
         if query.shape[2] in DECODED_HEADS and query.shape[2] == attention.value_cache.shape[3]:
             self._decode_mass(attention, numbers[:-1], torch.empty_like(query))
@@ -187,11 +187,11 @@ class DeviceOps(BackendOps):
             mass_from_lse(attention, DeviceOps.lse_of(self, attention, 1))
         return out.mul_(kv_heads / query.shape[1])
 
-    def decode(self, call: LayerCall, rows: torch.Tensor, seq_lens: torch.Tensor, measured: Measured) -> None:
+    def decode(self, call: LayerCall, rows: torch.Tensor, seq_lens: torch.Tensor, measured: MassTarget) -> None:
         attention = _narrowed(call, seq_lens, measured)
         self._decode_mass(attention, rows, call.output[: len(attention.query)].view(attention.query.shape))
 
-    def decode_together(self, slices: Sequence[HeadSlice], measured: Sequence[Measured]) -> None:
+    def decode_together(self, slices: Sequence[HeadSlice], measured: Sequence[MassTarget]) -> None:
         """See `BackendOps.decode_together`. Two groups are one call of `triton_kernels.decode_classes`, other numbers
         of groups a `decode` each.
         """
@@ -238,7 +238,7 @@ class DeviceOps(BackendOps):
     def as_keys(self, layer: Any, stored: torch.Tensor) -> torch.Tensor:
         return scaled(stored, cache_scales(layer, stored)[0])
 
-    def _decode_two(self, slices: Sequence[HeadSlice], measured: Sequence[Measured]) -> None:
+    def _decode_two(self, slices: Sequence[HeadSlice], measured: Sequence[MassTarget]) -> None:
         from ...triton_kernels.decode_classes import decode_classes
 
         rows = slices[0].work.rows
@@ -335,7 +335,7 @@ def _power_of_2(least: int) -> int:
     return 1 << max(least - 1, 0).bit_length()
 
 
-def _attention(call: LayerCall, measured: Measured, requests: int) -> PagedAttention:
+def _attention(call: LayerCall, measured: MassTarget, requests: int) -> PagedAttention:
     """Return the arguments of kernels for a layer and the backend's metadata, without rows of padding."""
     layer, metadata = call.layer, call.metadata
     keys, values = keys_and_values(layer, call.kv_cache)
@@ -363,7 +363,7 @@ def keys_and_values(layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, t
     return kv_cache[..., :size], kv_cache[..., size:]
 
 
-def _narrowed(call: LayerCall, seq_lens: torch.Tensor, measured: Measured) -> PagedAttention:
+def _narrowed(call: LayerCall, seq_lens: torch.Tensor, measured: MassTarget) -> PagedAttention:
     """Return `_attention` with these lengths, and a block table cut to the longest request: scratch grows with it."""
     attention = _attention(call, measured, len(seq_lens))
     width = -(-call.metadata.max_seq_len // attention.key_cache.shape[2])

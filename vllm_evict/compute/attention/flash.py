@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..kernels.paged import PagedAttention
-from ..probes import LayerCall, Measured
+from ..probes import LayerCall, MassTarget
 from .device import DeviceOps
 
 
@@ -37,7 +37,7 @@ class FlashOps(DeviceOps):
         # Several calls are parts of one softmax, and no call gives none: then `query_lse` computes it.
         self._lse = captured[0] if len(captured) == 1 else None
 
-    def warm_up_mass(self, call: LayerCall, measured: Measured) -> None:
+    def warm_up_mass(self, call: LayerCall, measured: MassTarget) -> None:
         self._lse = torch.zeros(call.query.shape[1], len(call.query), device=call.query.device)
         super().warm_up_mass(call, measured)
         super().warm_up_mass(call, measured)  # without an LSE from the kernel

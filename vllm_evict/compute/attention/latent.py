@@ -8,7 +8,7 @@ import torch
 
 from ..kernels.mass import AMX_TOKENS, block_mass, kernel_path, pack_keys
 from ..kernels.paged import PagedAttention
-from ..probes import LayerCall, Measured
+from ..probes import LayerCall, MassTarget
 from .device import DeviceOps
 from .fp8 import FP8, cache_scales, scaled
 from .ops import FP8_NAMES, BackendOps
@@ -73,7 +73,7 @@ class LatentOps(Latents):
 
     beside = "block_mass"
 
-    def mass(self, call: LayerCall, measured: Measured) -> None:
+    def mass(self, call: LayerCall, measured: MassTarget) -> None:
         """Run `block_mass` on a packed copy of the latents, whose mass is never by token."""
         assert measured.out is not None
         kv_cache, metadata, rows = call.kv_cache, call.metadata, len(measured.out)
@@ -109,11 +109,11 @@ class DeviceLatentOps(Latents, DeviceOps):
     def slices(self, heads: int) -> int:
         return next(each for each in range(1, heads + 1) if heads % each == 0 and heads // each <= HEADS_AT_ONCE)
 
-    def warm_up_mass(self, call: LayerCall, measured: Measured) -> None:
+    def warm_up_mass(self, call: LayerCall, measured: MassTarget) -> None:
         """See `DeviceOps.warm_up_mass`. The cache is [num_blocks, 1, block_size, C + R]."""
         self.mass(replace(call, kv_cache=call.kv_cache.squeeze(1)), measured)
 
-    def arguments(self, call: LayerCall, measured: Measured, requests: int) -> PagedAttention:
+    def arguments(self, call: LayerCall, measured: MassTarget, requests: int) -> PagedAttention:
         """See `DeviceOps.arguments`. The block table is cut to the batch's longest request."""
         layer, metadata = call.layer, call.metadata
         keys, block_size = _stored(call.kv_cache), call.kv_cache.shape[1]

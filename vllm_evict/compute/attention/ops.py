@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..kernels.queries import Queries
-from ..probes import LayerCall, Measured
+from ..probes import LayerCall, MassTarget
 from ..work import HeadSlice
 
 #: Name of a backend -> module and class of its `BackendOps`. Imported on use, since a CPU may lack Triton.
@@ -149,7 +149,7 @@ class BackendOps(ABC):
         return nullcontext()
 
     @abstractmethod
-    def mass(self, call: LayerCall, measured: Measured) -> None:
+    def mass(self, call: LayerCall, measured: MassTarget) -> None:
         """Add the mass of queries that the stock kernel attends to (see `kernels.mass`). `measured.out` is given."""
 
     def mass_of(self, call: LayerCall, queries: Queries, width: int) -> torch.Tensor:
@@ -167,7 +167,7 @@ class BackendOps(ABC):
             max_query_len=1,
             max_seq_len=width * call.kv_cache.shape[-2],
         )
-        self.mass(replace(call, query=query, metadata=alone), Measured(out))
+        self.mass(replace(call, query=query, metadata=alone), MassTarget(out))
         return out.mul_(kv_heads / query.shape[1])
 
     @abstractmethod
@@ -186,7 +186,7 @@ class BackendOps(ABC):
         """
         raise NotImplementedError
 
-    def decode(self, call: LayerCall, rows: Any, seq_lens: Any, measured: Measured) -> None:
+    def decode(self, call: LayerCall, rows: Any, seq_lens: Any, measured: MassTarget) -> None:
         """Attend for the requests `rows`, and add their mass (see `kernels.decode`).
 
         Each of them has one token, unless the kernel `outruns` the layers' own.
@@ -199,8 +199,8 @@ class BackendOps(ABC):
         """
         raise NotImplementedError
 
-    def decode_together(self, slices: Sequence[HeadSlice], measured: Sequence[Measured]) -> None:
-        """`decode` of one layer's heads in several KV groups, which differ in `Measured.out` alone."""
+    def decode_together(self, slices: Sequence[HeadSlice], measured: Sequence[MassTarget]) -> None:
+        """`decode` of one layer's heads in several KV groups, which differ in `MassTarget.out` alone."""
         raise NotImplementedError
 
     def write(self, layer: Any, kv_cache: Any, blocks: Any, keys: Any, values: Any) -> None:

@@ -22,7 +22,7 @@ from ...triton_kernels.tiles import MIN_ROWS
 from ..group import GroupRuntime
 from ..kernels.logits import logits_of
 from ..kernels.paged import PagedAttention
-from ..probes import LayerCall, MassKind, Measured
+from ..probes import LayerCall, MassKind, MassTarget
 from ..runtime import EvictionRuntime
 from .device import keys_and_values
 from .fp8 import scales
@@ -169,7 +169,7 @@ class _Launches:
             for query in self._tensors(tokens, True):
                 # Several queries with weights come with the number of those that count (`MassStep.last`).
                 last = lens if mass.weighted and tokens > 1 else None
-                measured = Measured(self._out(tokens, mass), self._weights(tokens, mass), mass.per_token, last)
+                measured = MassTarget(self._out(tokens, mass), self._weights(tokens, mass), mass.per_token, last)
                 self.ops.warm_up_mass(LayerCall(self.ops, self.layer, 0, query, part.kv_cache, metadata), measured)
 
     def _compact(self, part: LayerHeads) -> None:
