@@ -34,8 +34,8 @@ MUTANTS = [
     Mutant(
         "a recent block may go",
         "core/blocks.py",
-        "recent = max(computed_tokens - self.limits.recent, 0) // self.block_size\n        room = 0",
-        "recent = max(computed_tokens - self.limits.recent, 0) // self.block_size + 1\n        room = 0",
+        "recent = min(recent, blocks - self.limits.recent_blocks)",
+        "recent = min(recent + 1, blocks - self.limits.recent_blocks)",
         ("residency",),
     ),
     Mutant(
@@ -48,8 +48,8 @@ MUTANTS = [
     Mutant(
         "the most important goes",
         "core/blocks.py",
-        "return np.sort(candidates[order[:spare]])",
-        "return np.sort(candidates[order[-spare:]])",
+        'candidates[np.argsort(importance, kind="stable")[:spare]]',
+        'candidates[np.argsort(importance, kind="stable")[-spare:]]',
         ("residency",),
     ),
     Mutant(
@@ -119,7 +119,7 @@ MUTANTS = [
     Mutant(
         "a hole off by one",
         "integration/engine/managers.py",
-        "dict.fromkeys(holes.tolist(), self._null_block)",
+        "dict.fromkeys(gone, self._null_block)",
         "dict.fromkeys((holes - 1).tolist(), self._null_block)",
         ("load_scheduler",),
     ),
