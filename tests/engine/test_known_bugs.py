@@ -1,10 +1,8 @@
-"""Bugs that others already paid for, one test each. Where another file proves more, its name is given."""
+"""Bugs that others already paid for, one test each, where no other file has it."""
 
-import math
 import pickle
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -17,8 +15,6 @@ from oracle.replay import replay
 from parity import assert_like_oracle, oracle_config
 from parts import sums_of
 
-from vllm_evict.compute.kernels.mass import block_mass, kernel_path, pack_keys
-from vllm_evict.compute.kernels.paged import PagedAttention
 from vllm_evict.config import KVPolicyConfig
 from vllm_evict.core.blocks import RequestBlocks
 from vllm_evict.integration.engine.managers import AdmittingManager
@@ -73,23 +69,6 @@ def test_silent_no_op_under_either_model_runner(engine):
     assert np.abs(logprobs_of(evicted) - logprobs_of(whole)).max() > 1e-2
 
 
-# --- blocks "evicted" and never returned -----------------------------------------------------------------------------
-
-
-def test_blocks_evicted_and_never_returned(engine):
-    server = engine(H2O)
-    held, evicted = [], []
-
-    def check(server):
-        held.append(server.all_blocks - server.free_blocks)
-        evicted.append(sum(resident.evicted_blocks for resident in server.scheduler.residents.values()))
-
-    server.add(random_prompt(600), max_tokens=60)
-    server.run(check)
-    assert held[-2] + evicted[-2] == math.ceil((600 + 59) / BLOCK)
-    assert max(held) <= 6 and held[-1] == 0
-
-
 # --- prefix cache corrupted ------------------------------------------------------------------------------------------
 
 
@@ -121,30 +100,6 @@ def test_prefix_cache_corrupted_by_compaction(engine):
     assert len(compared) > 100 and all(compared)
 
 
-# --- stale counts under async scheduling -----------------------------------------------------------------------------
-
-
-def test_stale_counts_under_async_scheduling(async_engine):
-    """A decision is about tokens that are computed, not about those that are planned (more in test_async.py)."""
-    server = async_engine(WINDOW, max_num_batched_tokens=64)
-    seen, choose = [], RequestBlocks.choose
-
-    def watched(resident, computed_tokens, report):
-        (request,) = server.scheduler.running
-        victims = choose(resident, computed_tokens, report)
-        seen.append((computed_tokens, request.num_computed_tokens, victims.tolist()))
-        return victims
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RequestBlocks, "choose", watched)
-        server.generate([random_prompt(500)], max_tokens=40)
-    assert [done for done, _, victims in seen if victims][:3] == [192, 256, 320]
-    assert all(planned > done for done, planned, _ in seen if done < 448)
-    victims = sum((victims for *_, victims in seen), [])
-    assert len(victims) == len(set(victims)) and victims == sorted(victims)
-    server.assert_nothing_left()
-
-
 # --- negative positions after preemption -----------------------------------------------------------------------------
 
 
@@ -165,40 +120,6 @@ def test_negative_positions_after_preemption(engine):
         assert (missing >= 0).all() and (missing % BLOCK == 0).all()
         short += int((missing > 0).sum())
     assert short > 0
-
-
-# --- eviction in the middle of a chunked prefill ---------------------------------------------------------------------
-
-
-def test_eviction_in_the_middle_of_a_chunked_prefill(engine):
-    """Chunks of 256 tokens are twice the budget: all of a chunk is there while it is computed, and it goes after it."""
-    server = engine({**WINDOW, "budget": 96}, max_num_batched_tokens=256)
-    views = watch_views(server)
-    output = server.generate([random_prompt(900)], max_tokens=20)[0]
-    chunks = 0
-    for before, after, _ in views:
-        end, count = int(before["seq_lens"][0]), int(before["starts"][1])
-        table = before["table"][0]
-        first = (end - count) // BLOCK
-        assert (table[first : math.ceil(end / BLOCK)] != 0).all()
-        chunks += count > 1
-        resident = after["table"][0, : math.ceil(int(after["seq_lens"][0]) / BLOCK)]
-        assert (resident != 0).all() and resident.tolist() == [block for block in table.tolist() if block]
-    assert chunks == 4
-    assert output.kv_usage.peak_resident_blocks == (96 + 256) // BLOCK
-
-
-# --- first eviction too early ----------------------------------------------------------------------------------------
-
-
-def test_first_eviction_too_early(engine):
-    """Budget 128 + buffer 64: the first block goes when the seventh is begun, with token 193, and not before."""
-    server = engine(H2O)
-    _, (trace,) = server.traced([(random_prompt(100), {"max_tokens": 120})])
-    computed = np.cumsum(trace.steps)
-    first = next(step for step, evicted in enumerate(trace.evicted) if evicted)
-    assert computed[first] == 193
-    assert trace.held[first - 1] == 6 and trace.held[first] == 4
 
 
 # --- per-request Python loops on the decode path ---------------------------------------------------------------------
@@ -282,55 +203,6 @@ def test_vllms_own_methods_answer_in_steps_that_admit_nothing(engine):
         server.add(random_prompt(40, 3), max_tokens=60)  # two run: it waits
         assert steps(4) == 8
     server.run()
-
-
-# --- int32 overflow in slot arithmetic -------------------------------------------------------------------------------
-
-
-def test_int32_overflow_in_slot_arithmetic():
-    """A block that begins 2^31 elements into the cache (all kernels: test_mass.py)."""
-    stride = 1 << 30
-    storage = torch.empty(2 * stride + 16 * 32, dtype=torch.float16)  # only the pages in use are ever touched
-    cache = storage.as_strided((3, 1, 16, 32), (stride, 16 * 32, 32, 1))
-    keys = torch.randn(1, 1, 16, 32, generator=torch.Generator().manual_seed(0)).half()
-    cache[2] = pack_keys(keys)[0]
-    query, out = torch.randn(1, 1, 32).half(), torch.zeros(1, 1, 2)
-    as_int = lambda *values: torch.tensor(values, dtype=torch.int32)  # noqa: E731
-    attention = PagedAttention(query, cache, as_int(2)[None], as_int(0, 1), as_int(16), 0.5, mass=out)
-    block_mass(attention)
-    assert out[0, 0].tolist() == pytest.approx([1.0, 0.0], abs=1e-5)
-    few = torch.zeros(1, 1, 2)
-    both, longer = torch.cat([cache[2:3], cache[2:3]]), replace(attention, seq_lens=as_int(24))
-    block_mass(replace(longer, key_cache=both, block_table=as_int(0, 1)[None], mass=few))
-    far = torch.zeros(1, 1, 2)
-    cache[1] = cache[2]
-    block_mass(replace(longer, block_table=as_int(1, 2)[None], mass=far))
-    assert torch.equal(few, far) and 0 < few[0, 0, 1] < few[0, 0, 0]
-    assert kernel_path()
-
-
-# --- only the first request of a process is compressed ---------------------------------------------------------------
-
-
-def test_only_the_first_request_of_a_process_is_compressed(engine):
-    server = engine(H2O, enable_prefix_caching=False)
-    prompt = random_prompt(400)
-    usages = [server.generate([prompt], max_tokens=30)[0].kv_usage for _ in range(3)]
-    assert usages[0].evicted_blocks > 0 and usages == [usages[0]] * 3
-    again = engine(H2O, enable_prefix_caching=False)  # and of a second engine
-    assert again.generate([prompt], max_tokens=30)[0].kv_usage == usages[0]
-
-
-# --- causal mask of the wrong length after eviction ------------------------------------------------------------------
-
-
-def test_causal_mask_of_the_wrong_length_after_eviction(engine, dense):
-    """Chunks of many queries behind holes: each query sees what is left up to itself, in the middle of a block too."""
-    server = engine({**WINDOW, "recent": 0}, max_num_batched_tokens=75)
-    prompt = random_prompt(420)
-    (output,), (trace,) = server.traced([(prompt, {"max_tokens": 2, "logprobs": 1, "prompt_logprobs": 1})])
-    assert trace.steps[:6] == [75, 75, 75, 75, 75, 45] and any(trace.evicted[:2]) and any(trace.evicted[3:5])
-    assert_like_oracle(dense, prompt, output, trace, WINDOW)
 
 
 # --- survivors renumbered while keys keep their old rotation ---------------------------------------------------------

@@ -188,36 +188,12 @@ def test_a_streamed_chat_is_evicted_from(server):
     assert moved["blocks_evicted_total", "h2o"] == 0
 
 
-def test_budgets_may_come_as_text(server):
-    before = server.metrics()
-    server.complete(" ".join(WORDS[200:550]), xargs={"kv_budget": "128"})
-    # 350 + 39 tokens are 13 blocks; 4 stay, one more may be there at the end.
-    assert server.moved(before)["blocks_evicted_total", "h2o"] >= 8
-
-
-def test_full_is_what_a_server_without_budget_would_say(server):
-    """An evicted answer differs; one under `full` is the same again and again."""
-    prompt = " ".join(WORDS[50:450])
-    whole = server.complete(prompt, xargs={"kv_policy": "full"}, logprobs=1)
-    evicted = server.complete(prompt, xargs={"kv_budget": 128}, logprobs=1)
-    again = server.complete(prompt, xargs={"kv_policy": "full"}, logprobs=1)
-    assert whole.choices[0].text == again.choices[0].text
-    said, said_again, evicted = (answer.choices[0].logprobs.token_logprobs for answer in (whole, again, evicted))
-    assert said == pytest.approx(said_again, abs=1e-3)
-    assert said != pytest.approx(evicted, abs=1e-2)
-
-
 BAD = [
     ({"kv_policy": "h3o"}, "unknown KV policy 'h3o': did you mean 'h2o'?"),
     ({"kv_budget": 512}, "above the server's 256"),
-    ({"kv_budget": 90}, "budget 90 leaves nothing to choose"),
-    ({"kv_budget": -1}, "above 0"),
-    ({"kv_budget": "many"}, "'many'"),
-    ({"kv_budget": [1, 2]}, "[1, 2]"),
     ({"kv_buget": 128}, "'kv_buget'"),
     ({"kv_policy": "full", "kv_budget": 64}, "takes no kv_budget"),
     ({"kv_usage": "yes"}, "kv_usage must be true or false"),
-    ({"kv_usage": 2}, "kv_usage must be true or false"),
 ]
 
 
@@ -328,13 +304,6 @@ def test_a_completion_has_its_usage_if_it_asks(server, asks):
     assert server.complete(prompt, xargs={"kv_usage": asks}).usage.kv_usage == USAGE
     for xargs in (None, {"kv_usage": False}, {"kv_policy": "h2o"}):
         assert not hasattr(server.complete(prompt, xargs=xargs).usage, "kv_usage")
-
-
-def test_a_stop_string_does_not_take_the_usage_away(server):
-    stop = server.complete(xargs={"kv_policy": "full"}).choices[0].text.split()[20]
-    answer = server.complete(xargs={"kv_usage": True, "kv_policy": "full"}, stop=[stop])
-    assert answer.choices[0].finish_reason == "stop"
-    assert answer.usage.kv_usage["policy"] == "full"
 
 
 def test_each_choice_has_its_usage(server):
