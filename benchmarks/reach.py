@@ -30,14 +30,14 @@ def main() -> None:
 
     from engines import greedy, make_llm
 
-    from vllm_evict.compute.reach import Reach
+    from vllm_evict.compute.choosing import Choosing
     from vllm_evict.core.plan import COUNTED
     from vllm_evict.eval import tasks, words
     from vllm_evict.eval.prompts import Prompts
 
     prompts, filler = Prompts(str(MODEL)), words.Filler()
     asked = [tasks.make(task, 2048, depth, 0, 0, prompts.count, filler) for task in TASKS for depth in (0.17, 0.61)]
-    counts, read, chosen = {}, Reach.read, {}
+    counts, read, chosen = {}, Choosing.read, {}
 
     def counted(self, call, rows, table):
         """Look at the table that a layer has written."""
@@ -51,7 +51,7 @@ def main() -> None:
             its["like the layer before"] += len(now & chosen.get(slot, now)) if call.place else 0
             chosen[slot] = now
 
-    Reach.read = counted
+    Choosing.read = counted
     policy = {"name": "full", "evict": "host", "host": "1GiB", "budget": options.budget, "hold": options.hold}
     policy |= {"sink": 32, "recent": 32, "buffer": 0, "leaders": options.leaders, "fetch": options.fetch}
     llm = make_llm(MODEL, policy, dtype="bfloat16", max_model_len=2304, block_size=32, max_num_batched_tokens=512,

@@ -233,20 +233,20 @@ def evicts(checked: Checked) -> dict[str, Any]:
 
 def reaches(checked: Checked) -> dict[str, Any]:
     """Layers of decodes read a part of all blocks, which are on the host or not: needles, and blocks that came back."""
-    from vllm_evict.compute.reach import Reach
+    from vllm_evict.compute.choosing import Choosing
 
     host, choices = "evict" in checked.spec["policy"], Counter[int]()
-    read = Reach.read
+    read = Choosing.read
 
     def counted(self: Any, call: Any, *args: Any, **kwargs: Any) -> None:
         choices[call.place] += 1
         read(self, call, *args, **kwargs)
 
-    Reach.read = counted  # type: ignore[method-assign]
+    Choosing.read = counted  # type: ignore[method-assign]
     outputs = checked.ask()
     usages = [output.kv_usage for output in outputs]
     again = checked.ask()
-    Reach.read = read  # type: ignore[method-assign]
+    Choosing.read = read  # type: ignore[method-assign]
     result = {"found": checked.found(outputs), "found again": checked.found(again)}
     for name, found in result.items():
         checked.check_found(name, found)

@@ -44,8 +44,9 @@ def check_answers(server, dense, policy):
     subject = server({**REACH, **policy}, **OPTIONS)
     for name in ("begin", "end"):
         without_waits(subject.worker.kv_evict, name)
-    for name in ("complete", "step", "rows", "read", "fill", "read_on_host"):
+    for name in ("rewrite", "step", "rows", "read", "told"):
         without_waits(part_of(subject.runtime, Reach), name)
+    without_waits(part_of(subject.runtime, Reach).index, "fill")
     chosen, uses = 0, []
     for prompt, output, trace in subject.answered(random_requests((420, 12), (250, 14))):
         uses.append(output.kv_usage)
@@ -61,8 +62,8 @@ def check_answers(server, dense, policy):
 def test_steps_replay_full_graphs_until_a_request_has_blocks_on_the_host(replaying, graphs, dense, backend):
     """One of two has some from its prompt on; the other moves some when it has filled a block in steps of graphs."""
     subject = replaying({**REACH, "read": 160, "hold": 1}, **OPTIONS)
-    source, late, requests = part_of(subject.runtime, Reach), [], random_requests((420, 3), (235, 58))
-    after(subject.scheduler, "schedule", lambda *_: late.append(source._late_count))
+    index, late, requests = part_of(subject.runtime, Reach).index, [], random_requests((420, 3), (235, 58))
+    after(subject.scheduler, "schedule", lambda *_: late.append(index._late_count))
     outputs, traces = subject.traced(requests)
     stock, own, decodes = replays(subject, graphs)
     assert 20 < stock < decodes and not own and max(late)
@@ -106,8 +107,9 @@ def test_without_a_host_answers_are_those_of_such_a_dense_model(server, dense, p
     policy = {**FIELDS[fields], "read": 160, "sink": 32, "recent": 32}
     policy.pop("fetch", None)
     subject = server({"name": "full", **policy}, **OPTIONS, max_num_seqs=2)
-    for name in ("cut", "complete", "step", "rows", "read", "fill"):
+    for name in ("cut", "rewrite", "step", "rows", "read"):
         without_waits(part_of(subject.runtime, Read), name)
+    without_waits(part_of(subject.runtime, Read).index, "fill")
     chosen, lengths = 0, ((190, 14), (420, 12)) if "read_prompts" in policy else ((420, 12), (100, 14))
     for answered in subject.answered(random_requests(*lengths)):
         chosen += assert_reads_like_dense(None, *answered, dense=dense, tables=False, **policy)

@@ -17,7 +17,7 @@ from vllm_evict.compute.sums import RunningSums
 from vllm_evict.core.audit import CLEARLY
 from vllm_evict.integration.engine import audits
 from vllm_evict.integration.engine.audits import Audits
-from vllm_evict.integration.engine.pressure import RoomMaker
+from vllm_evict.integration.engine.pressure import PoolRelief
 from vllm_evict.integration.engine.shadows import ShadowRequests
 from vllm_evict.integration.start.capabilities import refuse
 from vllm_evict.integration.worker.scored import Scorer
@@ -374,7 +374,7 @@ def test_no_request_loses_blocks_for_a_shadow(engine, monkeypatch):
     """A shadow whose first allocation fails, though it fitted when the step began, waits."""
     server = engine(H2O | {"when": "pressure"})
     server.generate([random_prompt(300, 1)], max_tokens=4)
-    relieved, maker = [], server.scheduler.part(RoomMaker)
+    relieved, maker = [], server.scheduler.part(PoolRelief)
     monkeypatch.setattr(maker, "_relieve", lambda request, *_: relieved.append(request) or True)
     server.scheduler.part(Audits).before_schedule()
     shadow = server.scheduler.part(ShadowRequests).current.request

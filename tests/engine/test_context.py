@@ -288,7 +288,7 @@ def test_places(rounds, chance):
     for more, gone, moves in rounds:
         places |= {block: block for block in range(blocks, blocks + more)}
         blocks += more
-        assert resident.residence.reach(blocks * BLOCK - 5) == (blocks - min(places.values())) * BLOCK - 5
+        assert resident.residence.span(blocks * BLOCK - 5) == (blocks - min(places.values())) * BLOCK - 5
         victims = sorted(chance.sample(sorted(places)[:-1], min(gone, len(places) - 1)))
         resident.evict(np.array(victims, np.int64), blocks * BLOCK)
         places = {block: place for block, place in places.items() if block not in victims}

@@ -283,7 +283,7 @@ def test_originals_are_of_the_blocks_that_have_moved(rounds, chance):
             table[block] = free.pop(chance.randrange(len(free)))
             made[block] = cache[table[block]] = torch.randn(1, BLOCK, 8)
         blocks += 3
-        resident.residence.reach(blocks * BLOCK)
+        resident.residence.span(blocks * BLOCK)
         victims = sorted(chance.sample(sorted(table)[:-1], min(gone, len(table) - 1)))
         resident.evict(np.array(victims, np.int64), blocks * BLOCK)
         holes += victims

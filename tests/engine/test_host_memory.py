@@ -16,11 +16,10 @@ from test_refusals_backends import plain_config
 
 from vllm_evict.compute import pinned
 from vllm_evict.compute.holes import Holes
-from vllm_evict.compute.offload import HostPages, Offload
-from vllm_evict.compute.parts import Room
-from vllm_evict.compute.source import Source
+from vllm_evict.compute.host_copies import HostCopies, HostPages
+from vllm_evict.compute.parts import Capacity
 from vllm_evict.config import KVPolicyConfig, KVPolicyError, retired
-from vllm_evict.core.offload import Copy
+from vllm_evict.core.host_pool import Copy
 from vllm_evict.core.plan import GroupPlan
 from vllm_evict.core.residence import HOLE
 from vllm_evict.integration.engine.spec import host_blocks
@@ -221,12 +220,13 @@ def test_memory_that_is_not_there_or_not_pinned_is_said(pins):
 
 def test_a_host_block_that_one_plan_writes_twice_holds_what_came_last():
     page, written = torch.arange(32.0).view(8, 4), []
-    mover = Offload(SimpleNamespace(pages=lambda: [page]), Source(), torch.device("cpu"))
-    mover.allocate(Room(8, host_blocks=2))
+    index = SimpleNamespace(catch_up=lambda: None, copy=lambda *_: None)
+    mover = HostCopies(SimpleNamespace(pages=lambda: [page]), index, torch.device("cpu"))
+    mover.allocate(Capacity(8, host_blocks=2))
     write = mover.blocks.write
     mover.blocks.write = lambda pages, physical, numbers: written.append(numbers) or write(pages, physical, numbers)
     mover.obey([Copy("a", 0, "spill", 3, 0), Copy("a", 0, "spill", 2, 1), Copy("b", 0, "spill", 5, 0)], None)
-    assert torch.equal(mover.blocks.pages_of(0), page[[5, 2]])
+    assert torch.equal(mover.blocks.own[0], page[[5, 2]])
     assert all(len(set(numbers)) == len(numbers) for numbers in written)
 
 
@@ -262,7 +262,7 @@ def test_without_a_host_nothing_is_planned_for_it(engine):
 
     server.scheduler.schedule = recorded
     (output,) = server.generate([random_prompt(400)], max_tokens=5)
-    assert part_of(server.runtime, Offload) is None and not any(
+    assert part_of(server.runtime, HostCopies) is None and not any(
         name.startswith("host") for name, *_ in server.metrics()
     )
     assert not any(plan.orders or plan.groups[0].reached for plan in plans)

@@ -153,7 +153,7 @@ def assert_nothing_left(server):
     server.assert_nothing_left()
     assert not list(part_of(server.runtime, Reach).requests)
     pool = server.scheduler.part(Reaching).pool
-    assert pool.room == pool.blocks
+    assert pool.available == pool.blocks
 
 
 def assert_counted(uses, fetch=0):

@@ -169,7 +169,7 @@ def check_choices(monkeypatch):
         for row in range(len(rows.queries)):
             blocks = rows.written[rows.out_rows[row], : rows.full[row]].long()
             keys = [keys for keys, _ in self._store.read(blocks, False)][call.place]
-            assert torch.equal(self._index[call.place][blocks], stored_signs(keys))
+            assert torch.equal(self.index.of_layers[call.place][blocks], stored_signs(keys))
         read(self, call, rows, table)
         self.__dict__.setdefault("checked", []).append(call.place)
 

@@ -90,7 +90,7 @@ MUTANTS = [
     Mutant(
         "purity grows with a later eviction",
         "core/blocks.py",
-        "if self.pure_tokens is None and not self.config.reaches:\n            self.pure_tokens = computed_tokens",
+        "if self.pure_tokens is None:\n            self.pure_tokens = computed_tokens",
         "self.pure_tokens = computed_tokens",
         ("residency",),
     ),

@@ -64,7 +64,7 @@ def use_vllm_kernels() -> None:
 
 def use_kernels(monkeypatch) -> None:
     """Where the plugin runs other kernels on a CPU, those of a device make views, fold sums and take mass in."""
-    from vllm_evict.compute import measure, reach, sums, tokens, views
+    from vllm_evict.compute import choosing, index, measure, reach, sums, tokens, views
     from vllm_evict.compute.attention import device
     from vllm_evict.triton_kernels import reach as reaching
     from vllm_evict.triton_kernels import reach_signs
@@ -80,9 +80,10 @@ def use_kernels(monkeypatch) -> None:
         (measure, take),
         (device, take),
         (tokens, put),
-        (reach, reaching.reach),
+        (choosing, reaching.reach),
+        (choosing, reaching.copy_blocks),
         (reach, reaching.copy_blocks),
-        (reach, reach_signs.store_signs),
+        (index, reach_signs.store_signs),
     ):
         monkeypatch.setattr(module, kernel.__name__, kernel)
 

@@ -15,9 +15,9 @@ from mutants import MUTANTS, source
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from vllm_evict.core.blocks import RequestBlocks
+from vllm_evict.core.host_pool import HostPool
 from vllm_evict.core.mechanisms import Staging
 from vllm_evict.core.plan import PLAN
-from vllm_evict.core.reached import ReachedPool
 from vllm_evict.integration.engine.managers import ChangingManager, EvictableManager
 from vllm_evict.integration.engine.scheduler import EvictionMixin
 
@@ -205,7 +205,7 @@ def pure_with_drafts(monkeypatch):
 
 def released_late(monkeypatch):
     """Host blocks of requests that end stay theirs."""
-    monkeypatch.setattr(ReachedPool, "release", lambda self, plan, blocks: None)
+    monkeypatch.setattr(HostPool, "release", lambda self, plan, blocks: None)
 
 
 def unlimited(monkeypatch):
@@ -215,7 +215,7 @@ def unlimited(monkeypatch):
 
 def kept_uncounted(monkeypatch):
     """Blocks on the host that two requests have are given back by the first one that ends."""
-    monkeypatch.setattr(ReachedPool, "use", lambda self, number: self._users.__setitem__(number, 1))
+    monkeypatch.setattr(HostPool, "use", lambda self, number: self._users.__setitem__(number, 1))
 
 
 @pytest.mark.parametrize(

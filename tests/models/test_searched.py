@@ -10,8 +10,8 @@ from parts import Drawn, batch_of, part_of
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_evict.compute.cached import CachedStatistics, Row
+from vllm_evict.compute.host_copies import HostCopies
 from vllm_evict.compute.kernels.keys import key_scores
-from vllm_evict.compute.offload import Offload
 from vllm_evict.compute.reduction import Reduction
 from vllm_evict.compute.sums import RunningSums
 from vllm_evict.config import KVPolicyError
@@ -80,7 +80,7 @@ def test_a_host_block_has_the_heads_of_all_layers(serve, poisoned):
     """Scheduler and worker have as many blocks."""
     size = sum(KV_HEADS) * 32 * 2 * 32 * 4  # tokens of a block, keys and values, dimensions, bytes
     server = serve({"name": "full", **SIZES, "evict": "host", "host": 100 * size + 1})
-    part, (page, *_) = server.scheduler.part(Reaching), part_of(server.runtime, Offload).blocks.own
+    part, (page, *_) = server.scheduler.part(Reaching), part_of(server.runtime, HostCopies).blocks.own
     assert part.pool.blocks == len(page) == 100 and part.block_bytes == size
     (output,) = server.generate([random_prompt(900)], max_tokens=40, logprobs=0)
     assert output.kv_usage.spilled_blocks > 4 and np.isfinite(logprobs_of(output)).all()

@@ -195,7 +195,7 @@ def test_what_is_stored_beside_blocks_that_layers_read_on_the_host(offloads, sto
     stored = books.stored()
     server.assert_nothing_left()
     pool = server.scheduler.part(Reaching).pool
-    assert pool.room == pool.blocks
+    assert pool.available == pool.blocks
     assert unloaded > 100 and hits > 0 and len(stored) > 10
     ensure_kv_transfer_shutdown()
     assert_clean(stored, stock)

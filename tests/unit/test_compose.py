@@ -14,7 +14,7 @@ from vllm_evict.compute.parts import Mover, Part
 from vllm_evict.compute.runtime import EvictionRuntime
 from vllm_evict.compute.shape import Shape
 from vllm_evict.config import KVPolicyConfig
-from vllm_evict.core.offload import Copy
+from vllm_evict.core.host_pool import Copy
 from vllm_evict.core.plan import EvictionPlan, GroupPlan, Order
 
 SMALL = {"budget": 64, "sink": 16, "recent": 16, "allow": []}
@@ -43,7 +43,7 @@ PARTS = {
         "Compactor",
     ),
     "context": ({"name": "h2o", **SMALL, "context": 128}, "Source", "BlockMass", "Originals"),
-    "host": ({"name": "full", "budget": 64, "sink": 16, "recent": 16, **HOST}, "Reach", "", "Offload"),
+    "host": ({"name": "full", "budget": 64, "sink": 16, "recent": 16, **HOST}, "Reach", "", "HostCopies"),
     "read": ({"name": "full", "read": 64}, "Read", "", ""),
 }
 

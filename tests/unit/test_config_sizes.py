@@ -299,7 +299,7 @@ def test_a_request_that_reaches_the_host_has_a_room_beside_its_recent_blocks(rec
     config = parse({"name": "full", "evict": "host", "host": "1GiB", **sizes})
     for block_size in (16, 32, 128, 512):
         limits = config.limits(block_size, 5000)
-        room, blocks = config.room(limits, block_size)
+        room, blocks = limits.room, limits.recent_blocks
         spans = [{(first + token) // block_size for token in range(recent)} for first in range(block_size)]
         assert blocks == max(map(len, spans))
         assert room >= 1 and limits.sink + room + blocks == limits.budget

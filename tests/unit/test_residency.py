@@ -13,7 +13,7 @@ from vllm_evict.core.blocks import RequestBlocks, RequestState
 from vllm_evict.core.mechanisms import Budget
 from vllm_evict.core.mechanisms.base import Due
 from vllm_evict.core.plan import EvictionPlan, Report
-from vllm_evict.core.residence import Residence, Where
+from vllm_evict.core.residence import Residence
 
 BLOCK = 16
 
@@ -265,25 +265,20 @@ def test_mean_divides_by_age():
     assert residency(budget=64, accumulate="mean", recent=16).choose(80, report(range(5), mass)).tolist() == [0]
 
 
-@given(st.lists(st.tuples(st.sampled_from(["grow", "leave", "unload"]), st.integers(0, 30)), max_size=40))
-def test_each_block_is_in_one_place(steps):
-    """Against a dict of places: blocks leave the pool, to the host or for good."""
-    residence, places = Residence(BLOCK), {}
-    for step, at in steps:
-        if step == "grow":
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=40))
+def test_each_block_is_in_the_pool_or_absent(steps):
+    """Against a dict of whether blocks are in the pool."""
+    residence, there = Residence(BLOCK), {}
+    for grows, at in steps:
+        if grows:
             residence.learn((residence.known + 1) * BLOCK - at % BLOCK)
-            places[len(places)] = Where.POOL
-            continue
-        if not (those := [block for block, where in places.items() if where is Where.POOL]):
-            continue
-        block = those[at % len(those)]
-        places[block] = {"leave": Where.GONE, "unload": Where.HOST}[step]
-        residence.leave(np.array([block]))
-        if step == "unload":
-            residence.host[block] = block
-    assert {block: residence.where(block) for block in places} == places
-    assert residence.known == len(places) and residence.holes == sum(each is not Where.POOL for each in places.values())
-    assert residence.where(residence.known) is Where.POOL  # it is new
+            there[len(there)] = True
+        elif those := [block for block, is_there in there.items() if is_there]:
+            there[those[at % len(those)]] = False
+            residence.leave(np.array([those[at % len(those)]]))
+    assert residence.pool.tolist() == [block for block, is_there in there.items() if is_there]
+    assert residence.absent.tolist() == [block for block, is_there in there.items() if not is_there]
+    assert residence.known == len(there) and residence.holes == len(residence.absent)
 
 
 def test_the_peak_is_what_all_groups_hold_at_once():

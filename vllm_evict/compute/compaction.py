@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ..core.actions import Compaction
+from ..core.blocks import counted_before
 from ..policies import CACHED, RUNNING, Blocks
 from .cached import OF_VALUES
 from .holes import Start
@@ -204,8 +205,7 @@ def _in_blocks(tokens: torch.Tensor, block_size: int) -> torch.Tensor:
 
 def _age(positions: torch.Tensor, newest: int, every: int) -> torch.Tensor:
     """Return the number of counted queries that saw each token, at least 1: float64, of the shape of `positions`."""
-    counted_before = lambda position: -(-position // every)  # noqa: E731  (multiples of `every` below it)
-    return (counted_before(newest + 1) - counted_before(positions)).double().clamp(min=1)
+    return (counted_before(newest + 1, every) - counted_before(positions, every)).double().clamp(min=1)
 
 
 def _kept(importance: torch.Tensor, kept: int) -> torch.Tensor:

@@ -7,9 +7,10 @@ from ..policies import CACHED, QUERIED, RUNNING
 from .cached import CachedStatistics
 from .compaction import Compactor, Judge
 from .holes import Holes
+from .host_copies import HostCopies
+from .index import BlockIndex
 from .last_query import LastQuery
 from .mass import BlockMass, TokenMass
-from .offload import Offload
 from .originals import Originals
 from .parts import Mover
 from .probes import Probe
@@ -48,7 +49,6 @@ def compose(config: KVPolicyConfig, shape: Shape, store: Store, holes: Holes) ->
     """
     size, device, by_token = shape.block_size, shape.device, config.granularity == "token"
     source = Read(config, shape, store) if config.sparse else Source()
-    source = Reach(config, shape, store) if config.reaches else source
     probes: list[Probe] = []
     movers: list[Mover] = []
     judges: dict[bool, Judge] = {}
@@ -76,9 +76,10 @@ def compose(config: KVPolicyConfig, shape: Shape, store: Store, holes: Holes) ->
     if config.statistics & QUERIED:
         probes.append(LastQuery(device))
     if config.reaches:
-        assert isinstance(source, Reach)
-        source.host = Offload(store, source, device)
-        movers.append(source.host)
+        index = BlockIndex(config.index, store, device)
+        host = HostCopies(store, index, device)
+        source = Reach(config, shape, store, index, host)
+        movers.append(host)
     if config.context is not None:
         movers.append(Originals(store, holes, size, shape.held_blocks, device))
     if by_token:

@@ -14,7 +14,7 @@ from .compose import compose
 from .graphs import Attends, GraphRows
 from .holes import Holes
 from .images import with_ranges
-from .parts import AllReduce, Part, Room
+from .parts import AllReduce, Capacity, Part
 from .probes import StepProbe
 from .shape import Shape
 from .source import NO_ROWS, with_table
@@ -105,10 +105,10 @@ class GroupRuntime:
                 blocks = self.shape.graph_tokens // self.block_size
                 probe.reserve(self.shape.max_requests, blocks, self.shape.graph_queries)
 
-    def allocate(self, room: Room) -> None:
+    def allocate(self, capacity: Capacity) -> None:
         """Allocate memory that depends on the pool."""
         for part in self.parts:
-            part.allocate(room)
+            part.allocate(capacity)
 
     def begin(self, scheduler_output: Any, plan: GroupPlan, number: int) -> None:
         """See `EvictionRuntime.begin`. `number` is the index of the group among all of vLLM's KV groups."""
@@ -203,7 +203,7 @@ class GroupRuntime:
                 metadata = cut.metadata
                 table, lens = metadata.block_table_tensor, metadata.seq_lens
                 logical = self.identity.expand(len(lens), -1)
-            self.source.complete(batch, table, lens)
+            self.source.rewrite(batch, table, lens)
             metadata = with_ranges(metadata, partial(self._unread, batch), self.block_size)
         else:
             table, lens = metadata.block_table_tensor, metadata.seq_lens[: len(batch.req_ids)]

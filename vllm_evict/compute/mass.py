@@ -10,7 +10,7 @@ from . import measure
 from .holes import Start
 from .measure import LayerMass, MassBuffers, MassStep
 from .needs import OF_TOKEN, Needs
-from .parts import AllReduce, Room
+from .parts import AllReduce, Capacity
 from .probes import MassKind, Probe
 from .shape import Shape
 from .step_batch import Row, StepBatch
@@ -157,9 +157,9 @@ class TokenMass(SumsProbe):
         super().begin(start)
         self._judged = start.plan.judged
 
-    def allocate(self, room: Room) -> None:
-        if room.ahead:
-            self.sums.allocate(min(room.blocks, self._most_blocks))
+    def allocate(self, capacity: Capacity) -> None:
+        if capacity.ahead:
+            self.sums.allocate(min(capacity.blocks, self._most_blocks))
 
     def step(self, batch: StepBatch) -> TokenStep | None:
         if not batch.in_graph:

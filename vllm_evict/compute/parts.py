@@ -19,7 +19,7 @@ from .shape import Shape
 AllReduce = Callable[[torch.Tensor, bool], torch.Tensor]
 
 
-class Room(NamedTuple):
+class Capacity(NamedTuple):
     """What a worker has for blocks, once vLLM has sized its pool.
 
     Attributes:
@@ -54,7 +54,7 @@ class Part:
     def begin(self, start: Start) -> None:
         """Apply the plan of a step, and drop the state of requests that are gone."""
 
-    def allocate(self, room: Room) -> None:
+    def allocate(self, capacity: Capacity) -> None:
         """Allocate memory that depends on the pool."""
 
     def needs(self, shape: Shape) -> Needs:

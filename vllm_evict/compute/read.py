@@ -1,11 +1,10 @@
 """Layers read a part of the blocks that a request has on the device: sinks, recent blocks, and what the query wants.
 
-It is `Reach` without a host, as in Quest (Tang et al., ICML 2024, arXiv:2406.10774): nothing is copied, and a request
-has no room. Layers that lead in a list are those of OmniKV (Hao et al., ICLR 2025), a choice that holds for some steps
-is that of Recycled Attention (Xu et al., 2024).
+This is Quest (Tang et al., ICML 2024, arXiv:2406.10774): nothing is copied, and a room is only a number of blocks.
+Layers that lead in a list are those of OmniKV (Hao et al., ICLR 2025), a choice that holds for some steps is that of
+Recycled Attention (Xu et al., 2024).
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,20 +15,21 @@ from ..config import KVPolicyConfig
 from ..config.sizes import TILE
 from ..core.plan import RoomOf
 from .batch import Batch
+from .choosing import Choosing
 from .holes import Start
+from .index import BlockIndex
 from .kernels.reach import OF_ROWS, SCRATCH, ReachRows
 from .kernels.signs import TILE_QUERIES
 from .needs import Needs
 from .own_blocks import OwnBlocks
 from .probes import LayerCall
-from .reach import Reach
 from .shape import Shape
 from .step_batch import StepBatch
 from .store import Store
 from .tiles import Cut, cut
 
 
-class Read(Reach):
+class Read(Choosing):
     """What layers of one KV group read of requests that have more resident blocks than `read`.
 
     An index of a block is computed in the step that fills it, and lives as long as its content. So a request that hits
@@ -46,7 +46,11 @@ class Read(Reach):
         if self.cuts:  # a chunk has at most two tiles more than its tokens fill
             tiles = shape.step_tokens // TILE + 2 * requests
             shape = replace(shape, max_requests=requests + tiles)
-        super().__init__(config, shape, store)
+        blocks, sinks, recent = config.read_blocks(shape.block_size)
+        self._room_of = RoomOf(sinks, blocks - sinks - recent, recent)
+        prompts = config.read_blocks(shape.block_size, prompts=True)[0] if self.cuts else 0
+        index = BlockIndex(config.index, store, shape.device)
+        super().__init__(config, shape, store, index, max(self._room_of.blocks, prompts))
         #: Slots of tiles, which keep nothing from step to step.
         self._of_tiles, self._slots = self._slots[requests:], self._slots[:requests]
 
@@ -54,14 +58,8 @@ class Read(Reach):
     def writes(self) -> bool:
         return not self.decodes
 
-    def _room(self, shape: Shape) -> int:
-        blocks, sinks, recent = self._config.read_blocks(shape.block_size)
-        self._room_of = RoomOf(sinks, blocks - sinks - recent, recent)
-        prompts = self._config.read_blocks(shape.block_size, prompts=True)[0] if self.cuts else 0
-        return max(self._room_of.blocks, prompts)
-
     def needs(self, shape: Shape) -> Needs:
-        """Return what `Reach` needs, and what a tile's logarithms take beyond `SCRATCH`."""
+        """Return what a choice needs, and what a tile's logarithms take beyond `SCRATCH`."""
         needs, of_token = super().needs(shape), shape.step_tokens * shape.head_size * shape.itemsize
         logs = 4 * TILE * shape.max_blocks * (shape.queries // of_token) if self.cuts else 0
         return needs._replace(step=needs.step + max(logs - SCRATCH, 0))
@@ -76,21 +74,12 @@ class Read(Reach):
         for req_id in (start.gone | start.started | start.changed) & self._of.keys():
             self._forget(req_id)
 
-    def _forget(self, req_id: str) -> None:
-        self._slots.append(self._of.pop(req_id).slot)
-
-    def hidden(self, req_ids: Sequence[str]) -> list[tuple[int, range]]:
-        return []
-
-    def read_on_host(self) -> dict[str, np.ndarray]:
-        return {}
-
-    def _rows(self, batch: StepBatch) -> tuple[np.ndarray, np.ndarray]:
+    def _rows(self, batch: StepBatch) -> np.ndarray:
         if self._of_batch[0] is not batch:
             sure = batch.resident_tokens - batch.drafts - (0 if batch.slack is None else batch.slack)
             less = self._config.reads_less(batch.chunks, sure, self.block_size)
             self._of_batch = batch, np.flatnonzero(less)
-        return self._of_batch[1], np.zeros(0, np.int64)
+        return self._of_batch[1]
 
     def rows(self, batch: StepBatch, rows: np.ndarray, table: torch.Tensor) -> tuple[ReachRows, np.ndarray]:
         req_ids = [batch.req_ids[row] for row in rows.tolist() if batch.chunks[row] == 1]
@@ -111,7 +100,7 @@ class Read(Reach):
         return made, unread[np.argsort(order)]
 
     def _choices(self, batch: StepBatch, rows: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """See `Reach._choices`. Rows of prompts are tiles."""
+        """See `Choosing._choices`. Rows of prompts are tiles."""
         tiles, self._own = batch.chunks[rows] > 1, None
         if not tiles.any():
             return super()._choices(batch, rows, tokens)

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..config import KVPolicyError
@@ -13,7 +12,7 @@ from ..core.plan import PLAN, EvictionPlan, Reports
 from .batch import Batch
 from .graphs import Attends
 from .group import GroupRuntime
-from .parts import AllReduce, Room
+from .parts import AllReduce, Capacity
 from .transfer import copied
 from .views import Views
 
@@ -56,7 +55,7 @@ class EvictionRuntime:
         numbers: for each group its index among all of vLLM's KV groups, which include groups of sliding windows.
         exact: whether the backend's kernel attends for all requests without holes.
         outruns: whether the plugin's kernel is faster than the layers' own (see `BackendOps.outruns`).
-        read_on_host: what layers of the last step have read on the host (see `core.plan.READ_ON_HOST`).
+        told: what the worker tells of the last step beside reports (see `Source.told`).
         copied: event after which the contents of the last reports are valid (see `transfer`); None: they are valid.
         views: views of the groups.
     """
@@ -86,7 +85,7 @@ class EvictionRuntime:
         self.views = Views(groups, self.batch)
         self.exact = self.outruns = False
         self.copied: Any = None
-        self.read_on_host: dict[str, np.ndarray] = {}
+        self.told: dict[str, Any] = {}
         #: Whether a plan has come. After the first plan each step with requests has a plan.
         self._planned = False
         self._scheduler_output: Any = None
@@ -192,12 +191,12 @@ class EvictionRuntime:
         for group in self.groups:
             group.reserve(self.measures_in_graphs is not None)
 
-    def allocate(self, room: Room, tables: Sequence[torch.Tensor] = ()) -> None:
+    def allocate(self, capacity: Capacity, tables: Sequence[torch.Tensor] = ()) -> None:
         """Allocate memory that depends on the pool, and views as wide as vLLM's block tables."""
         for group, table in zip(self.groups, tables):
             self.views.memory(group, table.shape)
         for group in self.groups:
-            group.allocate(room)
+            group.allocate(capacity)
 
     @property
     def decodes_lacking(self) -> bool:
@@ -296,10 +295,10 @@ class EvictionRuntime:
         """Return each group's reports (see `GroupRuntime.end`)."""
         self.plan, self.in_step = self._no_plan, False
         reports = [group.end(all_reduce) for group in self.groups]
-        self.read_on_host = {}
+        self.told = {}
         for group in self.groups:
-            self.read_on_host |= group.source.read_on_host()
-        self.copied = copied(self.groups[0].device) if any(reports) or self.read_on_host else None
+            self.told |= group.source.told()
+        self.copied = copied(self.groups[0].device) if any(reports) or self.told else None
         return reports
 
     def drafted(self) -> None:

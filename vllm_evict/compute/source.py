@@ -1,13 +1,12 @@
 """What layers read: block tables and lengths, and vLLM's metadata with them."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from copy import copy
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..core.offload import Copy
 from .batch import Batch
 from .parts import Part
 from .probes import LayerCall
@@ -119,8 +118,8 @@ class Source(Part):
     def replays(self, batch: StepBatch) -> None:
         """Hear of a step that replays a full graph, in which no layer asks what it reads."""
 
-    def complete(self, batch: StepBatch, table: torch.Tensor, lens: torch.Tensor) -> None:
-        """Give prompts that read what is on the host all their blocks, and set what decodes read of them.
+    def rewrite(self, batch: StepBatch, table: torch.Tensor, lens: torch.Tensor) -> None:
+        """Change the step's view where rows read other blocks than the resident ones.
 
         Args:
             batch: of the step, before `see`; `resident_tokens` become those that its rows read.
@@ -134,14 +133,8 @@ class Source(Part):
         """Return the resident blocks that a drafter's layers can't read: row of a batch, logical blocks."""
         return []
 
-    def before_copies(self) -> None:
-        """Hear that copies between device and host are about to be carried out."""
-
-    def copied(self, copies: Sequence[Copy]) -> None:
-        """Hear of copies between device and host, once they are carried out."""
-
-    def read_on_host(self) -> dict[str, np.ndarray]:
-        """Return what the step's layers have read on the host: request -> int32 [3], by `core.plan.COUNTED`.
+    def told(self) -> Mapping[str, Any]:
+        """Return what the worker tells the scheduler of the step: attribute of a `ModelRunnerOutput` -> value.
 
         A device's numbers are valid only after the event of the next `transfer.copied`.
         """

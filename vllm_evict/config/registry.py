@@ -10,7 +10,7 @@ from .options import Fields, Option, names_of
 
 
 class Declaration:
-    """The part of a policy that configuration reads."""
+    """The part of a policy that configuration reads, beside what the policy measures (`policies.base.Policy`)."""
 
     #: Name in configurations and requests.
     name: ClassVar[str]
@@ -26,8 +26,6 @@ class Declaration:
     options: ClassVar[frozenset[str]] = names_of(KEEPING)
     #: Values of declared and fixed fields that the user does not give. Follows from `declares` and `fixed`.
     defaults: ClassVar[Mapping[str, Any]] = {option.name: option.default for option in KEEPING}
-    #: Statistics that workers measure for the policy (`policies.base`).
-    measures: ClassVar[frozenset[str]] = frozenset()
     #: Whether the recent window is what the budget leaves beside the sinks.
     window_is_the_budget: ClassVar[bool] = False
     #: Whether statistics come from a reconstruction of the prompt (`integration.engine.reconstruction`). A request
@@ -43,11 +41,6 @@ class Declaration:
         cls.options = names_of(cls.declares)
         cls.defaults = {option.name: option.default for option in cls.declares} | dict(cls.fixed)
         cls.allocator = ALLOCATORS[cls.defaults.get("allocate", "uniform")]
-
-    @property
-    def triggers(self) -> tuple[str, ...]:
-        """Values of `when` that the policy supports."""
-        return ("budget", "pressure")
 
     def complete(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Add fields that follow from the given ones. Raises ValueError with words for the user."""

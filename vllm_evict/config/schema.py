@@ -264,6 +264,7 @@ def _keeps_on_the_host(config: KVPolicyConfig) -> None:
     for name in config.allow or ():
         if config.reaches and policy_named(name).reconstructs:
             raise ValueError(f"allow: {name!r} repeats prompts, which no test runs with evict: host: leave {name} out")
+        # Of a policy that is served as `full` (`retired.as_full`), which keeps no `allow`.
         if not config.reaches and name != "full" and "evict" not in policy_named(name).options:
             others = sorted(n for n in REGISTRY if "evict" in REGISTRY[n].options)
             raise ValueError(f"allow: {name!r} has no evict: host; requests may pick: {', '.join(others)}")

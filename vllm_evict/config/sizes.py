@@ -32,12 +32,17 @@ class Limits:
         trigger: resident blocks above which a decision is due; `NEVER` under `when: pressure`.
         sink: leading blocks that are never evicted.
         recent: trailing *tokens* whose blocks are never evicted.
+        room: where evicted blocks wait on the host, blocks after the sinks into which layers bring what they read; 0
+            elsewhere.
+        recent_blocks: blocks that hold the recent tokens there, wherever the newest one lies in its block.
     """
 
     budget: int
     trigger: int
     sink: int
     recent: int
+    room: int = 0
+    recent_blocks: int = 0
 
     @property
     def bound(self) -> int:
@@ -141,15 +146,18 @@ class Sizes(Frozen):
         if self._share not in (None, 1):
             minimum = self.minimum(block_size, prompt_len)
             budget = max(minimum, minimum - 1 + round(self._share * (budget - minimum + 1)))
+        sink, beside = math.ceil(sizes["sink"] / block_size), (0, 0)
         if self.reaches:  # a room of one block at least; older blocks are holes, which layers can't read as recent ones
-            budget = max(budget, math.ceil(sizes["sink"] / block_size) + _spanned(sizes["recent"], block_size) + 1)
+            recent_blocks = _spanned(sizes["recent"], block_size)
+            budget = max(budget, sink + recent_blocks + 1)
+            beside = budget - sink - recent_blocks, recent_blocks
         tokens = budget * block_size
         if isinstance(self.budget, int) and budget == math.ceil(self.budget / block_size):
             tokens = self.budget
         trigger = NEVER if self.when == "pressure" else math.ceil((tokens + self.buffer) / block_size)
         if not self.protect:
             return Limits(budget, trigger, 0, 0)
-        return Limits(budget, trigger, math.ceil(sizes["sink"] / block_size), sizes["recent"])
+        return Limits(budget, trigger, sink, sizes["recent"], *beside)
 
     def outgrows(self: C, block_size: int, prompt_len: int) -> bool:
         """Return whether a prompt of this length has holes at its end, whatever room the pool has."""
@@ -204,29 +212,24 @@ class Sizes(Frozen):
             sinks = min(sinks, max(blocks // SHARES["sink"], 1))
         return max(blocks, sinks + recent + choice), sinks, recent
 
-    def reads_less(self: C, tokens: Any, held: Any, block_size: int) -> Any:
-        """Return whether a step reads a part of what a request has on the device.
+    def reads_less(self: C, tokens: Any, held: Any, block_size: int, holes: int = 0) -> Any:
+        """Return whether a step reads a part of what a request has, on the device and on the host.
 
-        A decode does if `read` is less, a chunk of a prompt if `read_prompts` is.
+        A decode does if `read` is less, a chunk of a prompt if `read_prompts` is, and a decode with blocks on the host.
 
         Args:
             tokens: that the step computes of the request, int; or of several requests, int array.
             held: resident tokens, those of the step included; as `tokens`.
+            holes: of the request.
         """
+        if self.reaches:
+            return tokens == 1 and holes > 0
         if not self.sparse:
             return False
         less = (tokens == 1) & (held > self.read_blocks(block_size)[0] * block_size)
         if self.read_prompts:
             less |= (tokens > 1) & (held > self.read_blocks(block_size, prompts=True)[0] * block_size)
         return less
-
-    def room(self: C, limits: Limits, block_size: int) -> tuple[int, int]:
-        """Return the blocks of a request's room, where blocks of the host come to be read, and its recent blocks.
-
-        Recent blocks hold the recent tokens wherever the newest one lies in its block.
-        """
-        recent = _spanned(limits.recent, block_size)
-        return limits.budget - limits.sink - recent, recent
 
     def chosen(self: C, room: int, sinks: int, recent: int, block_size: int) -> int:
         """Return the blocks that a decode chooses under `read`, beside sinks and recent blocks; at most its room."""

@@ -81,6 +81,7 @@ class Action:
         writes: int64 [n], logical blocks that workers write for this action, ascending.
         work: what workers do beside noting holes, without its blocks; None: nothing. Work on what is no block of the
             pool, such as a host block, is an order that a mechanism adds in `on_applied`.
+        loses: whether the content of `holes` is lost. If so, tokens of later steps are not pure.
         must: if True, a request for whose action the pool has no room is preempted; if False, the action is put off.
     """
 
@@ -90,18 +91,8 @@ class Action:
     reads: np.ndarray = field(default_factory=lambda: NO_BLOCKS)
     writes: np.ndarray = field(default_factory=lambda: NO_BLOCKS)
     work: Work | None = None
+    loses: bool = True
     must: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Unload(Action):
-    """Moves blocks to the host, where layers reach them. With the first of them blocks of the device become a room.
-
-    Attributes:
-        recent: blocks at the end of the request that layers always read.
-    """
-
-    recent: int = 0
 
 
 class Applied(NamedTuple):
@@ -137,7 +128,7 @@ def back_to_budget(
     """
     if blocks.config.granularity == "block":
         victims = blocks.choose(computed_tokens, report)
-        return losing(req_id, group, blocks, victims) if len(victims) else None
+        return Action(req_id, group, victims) if len(victims) else None
     candidates, spare = blocks.spare(computed_tokens)
     if not spare:
         return None
@@ -146,26 +137,3 @@ def back_to_budget(
     its = length, first, len(candidates), computed_tokens - 1, judged
     work = Compaction(req_id, group, [], [], blocks.config, *its)
     return Action(req_id, group, candidates[keep:], pool, candidates[:keep], work)
-
-
-def losing(req_id: str, group: int, blocks: RequestBlocks, holes: np.ndarray) -> Action:
-    """Make the action by which a request loses blocks: where layers read blocks of the host, they go there.
-
-    With the first of them go the blocks of its room, the first ones after the sinks, which stay on the device too.
-
-    Args:
-        req_id, group, holes: as for `Action`.
-        blocks: blocks of the request in that group.
-    """
-    if not blocks.config.reaches or blocks.limits is None:
-        return Action(req_id, group, holes)
-    recent = blocks.config.room(blocks.limits, blocks.block_size)[1]
-    return Unload(req_id, group, holes=holes, writes=room_to_come(blocks), recent=recent)
-
-
-def room_to_come(blocks: RequestBlocks) -> np.ndarray:
-    """Return the blocks that become the room of a request with its next `Unload`: int64 [n]; none if it has a room."""
-    if not blocks.config.reaches or blocks.limits is None or blocks.residence.host:
-        return NO_BLOCKS
-    first = blocks.limits.sink
-    return np.arange(first, first + blocks.config.room(blocks.limits, blocks.block_size)[0])

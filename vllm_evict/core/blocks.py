@@ -187,8 +187,7 @@ class RequestBlocks:
         `tokens` are verified ones, without drafts.
         """
         held, reads_by = first + tokens - self.holes * self.block_size, self.reads_by or self.config
-        reaches = self.config.reaches and tokens == 1 and self.holes > 0
-        if self.pure_tokens is None and (reaches or reads_by.reads_less(tokens, held, self.block_size)):
+        if self.pure_tokens is None and reads_by.reads_less(tokens, held, self.block_size, self.holes):
             self.pure_tokens = first
 
     def held(self, blocks: int) -> int:
@@ -267,13 +266,9 @@ class RequestBlocks:
         if self.limits is None:
             return NO_BLOCKS, 0
         recent = max(computed_tokens - self.limits.recent, 0) // self.block_size
-        room = 0
-        if self.config.reaches:  # layers take so many blocks at the end for resident
-            room, always = self.config.room(self.limits, self.block_size)
-            recent = min(recent, blocks - always)
+        recent = min(recent, blocks - self.limits.recent_blocks)
         first, last, held = pool.searchsorted((self.limits.sink, recent, blocks)).tolist()
-        first += room
-        return pool[first:last], held - self.limits.budget
+        return pool[first + self.limits.room : last], held - self.limits.budget
 
     def _importance(self, candidates: np.ndarray, report: Report | None, computed_tokens: int) -> np.ndarray:
         if report is None and self.config.policy.measures:
@@ -290,16 +285,17 @@ class RequestBlocks:
         order = np.argsort(importance, kind="stable")
         return candidates[order], importance[order]
 
-    def evict(self, victims: np.ndarray, computed_tokens: int) -> None:
+    def evict(self, victims: np.ndarray, computed_tokens: int | None) -> None:
         """Take `victims` out of the resident blocks.
 
         Args:
             victims: int64 [k], resident logical blocks, ascending.
-            computed_tokens: tokens computed or in flight; none of their steps sees the new holes.
+            computed_tokens: tokens computed or in flight, whose steps do not see the new holes; None: later steps read
+                what was in them.
         """
         self.residence.leave(victims)
         self.evicted_blocks += len(victims)
-        if self.pure_tokens is None and not self.config.reaches:
+        if self.pure_tokens is None:
             self.pure_tokens = computed_tokens
 
     def _statistics(self, candidates: np.ndarray, report: Report, computed_tokens: int) -> dict[str, np.ndarray]:
@@ -318,12 +314,13 @@ class RequestBlocks:
         """Return the number of counted queries that saw a block, averaged over its tokens, at least 1: float64 [n]."""
         every = self.config.every
         tokens = blocks[:, None] * self.block_size + np.arange(self.block_size)
-        first_seen = np.maximum(tokens, self.first_query)
+        counted = counted_before(computed_tokens, every) - counted_before(np.maximum(tokens, self.first_query), every)
+        return np.maximum(counted.mean(axis=1), 1.0)
 
-        def counted_before(position: Any) -> Any:
-            return -(-position // every)  # multiples of `every` below it
 
-        return np.maximum((counted_before(computed_tokens) - counted_before(first_seen)).mean(axis=1), 1.0)
+def counted_before(position: Any, every: int) -> Any:
+    """Return how many queries before a position count: the multiples of `every` below it. Ints, or arrays of ints."""
+    return -(-position // every)
 
 
 def over_shared_trigger(groups: Sequence[RequestBlocks]) -> bool:

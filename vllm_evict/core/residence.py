@@ -3,24 +3,12 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
 
 import numpy as np
 
 NO_BLOCKS = np.empty(0, dtype=np.int64)
 #: What a block table has at a hole, in place of a physical block: vLLM's null block.
 HOLE = 0
-
-
-class Where(Enum):
-    """Where a logical block is."""
-
-    #: The request holds a block of the pool. vLLM's block table says which.
-    POOL = "pool"
-    #: The block is a hole, and its content waits in host memory.
-    HOST = "host"
-    #: The block is a hole, and its content is lost.
-    GONE = "gone"
 
 
 @dataclass(slots=True)
@@ -75,15 +63,8 @@ class Residence:
 
     @property
     def absent(self) -> np.ndarray:
-        """Blocks that are not in the pool: int64 [holes], ascending."""
+        """Blocks that are not in the pool, but on the host or gone: int64 [holes], ascending."""
         return np.setdiff1d(np.arange(self.known), self.pool)
-
-    def where(self, block: int) -> Where:
-        """Return where a logical block is; a block that has no state yet is new, and in the pool."""
-        at = int(self.pool.searchsorted(block))
-        if block >= self.known or (at < len(self.pool) and self.pool[at] == block):
-            return Where.POOL
-        return Where.HOST if block in self.host else Where.GONE
 
     def learn(self, tokens: int) -> int:
         """Note that the blocks of so many tokens exist; return their number."""
@@ -115,7 +96,7 @@ class Residence:
         stays[self.pool.searchsorted(blocks)] = False
         self._change(lambda those: those[stays])
 
-    def reach(self, tokens: int) -> int:
+    def span(self, tokens: int) -> int:
         """Return the distance in tokens from the place of the first block in the pool to the newest token."""
         self.learn(tokens)
         return tokens - int(self.places[0]) * self.block_size if len(self.places) else 0

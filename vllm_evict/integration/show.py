@@ -12,7 +12,6 @@ from ..core.blocks import RequestBlocks
 from ..core.mechanisms import Mechanism
 from ..core.mechanisms.base import settled
 from ..core.plan import EvictionPlan, Reports
-from ..core.residence import Where
 from .engine.reconstruction import Scored
 from .engine.shadows import ShadowRequests
 from .engine.view import EngineView
@@ -131,10 +130,10 @@ class Recorder(Mechanism):
     def _fates(self, group: int, blocks: RequestBlocks, tokens: int) -> str:
         """Return the fates of the blocks of so many tokens."""
         importance, residence = self._importance.get(group, {}), blocks.residence
-        of = {Where.GONE: GONE, Where.HOST: HOST}
-        where = (residence.where(block) for block in range(residence.known))
-        known = "".join(of.get(each, str(importance.get(block, KEPT))) for block, each in enumerate(where))
-        return known.ljust(-(-tokens // blocks.block_size), KEPT)
+        known = [str(importance.get(block, KEPT)) for block in range(residence.known)]
+        for block in residence.absent.tolist():
+            known[block] = HOST if block in residence.host else GONE
+        return "".join(known).ljust(-(-tokens // blocks.block_size), KEPT)
 
 
 def _moved(before: str, after: str) -> bool:

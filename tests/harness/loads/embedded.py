@@ -50,7 +50,7 @@ from loads.images import asked, cut, of_pieces
 from loads.models import Models
 from loads.pages import Published, numbers, slices_of
 from loads.shrink import shrink_record
-from vllm_evict.core.offload import Copy
+from vllm_evict.core.host_pool import Copy
 
 #: Largest difference of a published key or value from stock's; keys and values of these models go up to about 10.
 TOLERANCE = 1e-4

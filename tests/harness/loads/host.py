@@ -8,8 +8,8 @@ from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_evict.core.actions import Action
+from vllm_evict.core.host_pool import Copy
 from vllm_evict.core.mechanisms.staging import staging_blocks
-from vllm_evict.core.offload import Copy
 from vllm_evict.core.plan import EvictionPlan
 from vllm_evict.integration.engine.reaching import Reaching
 
@@ -153,8 +153,8 @@ class HostInvariants:
 
     def _check_no_host_left(self) -> None:
         scheduler, pool = self.scheduler, self.scheduler.part(Reaching).pool
-        if pool._users or pool.room != pool.blocks:
-            raise Fault("left", f"host blocks {pool._users} are used, of {pool.blocks} {pool.room} can be had")
+        if pool._users or pool.available != pool.blocks:
+            raise Fault("left", f"host blocks {pool._users} are used, of {pool.blocks} {pool.available} can be had")
         if any(copy.req_id for copy in scheduler._plan.orders):
             raise Fault("left", f"of plans: {scheduler._plan.orders}")
         scheduler.reset_prefix_cache()

@@ -6,7 +6,7 @@ import torch
 from parts import part_of
 
 from loads.pages import numbers
-from vllm_evict.compute.offload import Offload
+from vllm_evict.compute.host_copies import HostCopies
 from vllm_evict.compute.reach import Reach
 from vllm_evict.integration.engine.reaching import Reaching
 
@@ -25,10 +25,10 @@ class HostMemory:
 
     def __init__(self, engine):
         self.pool, self.scheduler = pool_of(engine.scheduler), engine.scheduler
-        host = part_of(engine.runtime, Offload).blocks
+        host = part_of(engine.runtime, HostCopies).blocks
         self._tensors = [numbers(page) for page in host.own]
         self._reach = part_of(engine.runtime, Reach)
-        hosts = [index[self._reach._pool :] for index in self._reach._index]
+        hosts = [index[self._reach._pool :] for index in self._reach.index.of_layers]
         # The first numbers of signs are bfloat16.
         self._tensors += [it if it.is_floating_point() else it.view(torch.bfloat16)[..., :16] for it in hosts]
         if not self.pool.used:
@@ -55,7 +55,7 @@ class HostMemory:
         """Return the host blocks that requests read, and those that wait for requests with their prefix."""
         pool, (manager,), users = self.pool, self.scheduler.kv_managers, Counter()
         for req_id, blocks in manager.residents.items():
-            room, residence = blocks.config.room(blocks.limits, manager.block_size)[0], blocks.residence
+            room, residence = blocks.limits.room, blocks.residence
             for logical, number in residence.host.items():
                 in_room = logical in range(blocks.limits.sink, blocks.limits.sink + room)
                 is_hole = manager.req_to_blocks[req_id][logical].is_null

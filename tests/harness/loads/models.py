@@ -27,7 +27,7 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
 from loads.pages import Stock
-from vllm_evict.compute import reach as of_reach
+from vllm_evict.compute import choosing
 from vllm_evict.compute.kernels import reach as kernel
 
 #: Blocks of the longest request.
@@ -105,7 +105,7 @@ class Models:
     def _flash(self):
         """Context in which engines take FlashAttention's backends, with a stand-in for its kernels."""
         FlashAttention(3).install(self._doubles)
-        self._doubles.setattr(of_reach, "reach", _reach)
+        self._doubles.setattr(choosing, "reach", _reach)
         return in_place_of("CPU_ATTN", "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend")
 
     def gates(self, sink, recent):

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 
 from loads.images import asked, tokens_of
-from vllm_evict.compute.offload import Offload
+from vllm_evict.compute.host_copies import HostCopies
 from vllm_evict.integration.engine.reaching import Reaching
 from vllm_evict.integration.engine.spec import policy_config
 from vllm_evict.integration.start.attending import layout
@@ -134,7 +134,7 @@ class Published:
         #: Of host blocks, as `_slices`.
         self._on_host = []
         if self._reaching:
-            own = part_of(engine.runtime, Offload).blocks.own
+            own = part_of(engine.runtime, HostCopies).blocks.own
             # The first layer of each group has the first page of a block, and so on.
             self._on_host = [
                 [replace(each, cache=numbers(page)) for each, page in zip(slices, own)] for slices in self._slices

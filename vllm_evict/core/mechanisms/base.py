@@ -1,15 +1,18 @@
-"""The interface of mechanisms, and the scheduler as mechanisms see it."""
+"""The interface of mechanisms, the scheduler as they see it, and the mechanisms of a scheduler."""
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
 
 from ...config import KVPolicyConfig
 from ..actions import Action, Applied
 from ..blocks import RequestBlocks
 from ..plan import EvictionPlan, Report, Reports
+from ..residence import NO_BLOCKS
 
 M = TypeVar("M", bound="Mechanism")
 #: Successive missing reports after which a decision evicts the oldest blocks instead of waiting.
@@ -58,6 +61,7 @@ class SchedulerView(Protocol):
         kv_policy: the server's policy.
         max_in_flight_tokens: most tokens of a request in flight.
         max_model_len: most tokens of a request.
+        mechanisms: of the server.
     """
 
     kv_policy: KVPolicyConfig
@@ -67,6 +71,7 @@ class SchedulerView(Protocol):
     groups: Sequence[Group]
     requests: Mapping[str, Any]
     current_step: int
+    mechanisms: "Mechanisms"
 
     @property
     def next_plan(self) -> EvictionPlan: ...
@@ -114,6 +119,22 @@ class Step:
     short: bool = False
 
 
+class Offer(NamedTuple):
+    """The blocks that a request can lose in one KV group when the pool runs out.
+
+    Attributes:
+        blocks: int64 [n], logical blocks, ascending.
+        cost: float64 [n], see `RequestBlocks.offer`.
+        spare: how many of them may go.
+        writes: int64 [m], blocks that become private to the request with the first one that goes.
+    """
+
+    blocks: np.ndarray
+    cost: np.ndarray
+    spare: int
+    writes: np.ndarray = NO_BLOCKS
+
+
 class Due(defaultdict[int, dict[str, int]]):
     """Notes on a step: KV group -> request -> incarnation, of requests that may exceed their trigger after the step."""
 
@@ -130,8 +151,8 @@ class Misses:
 class Mechanism(ABC):
     """One way in which requests lose blocks, get them back, or have them moved; or what follows from that.
 
-    The scheduler calls the hooks below and knows no mechanism by name; each hook does nothing by default. State of a
-    request is `RequestBlocks.of` a class of the mechanism's, and notes on a step are `EvictionPlan.of` one.
+    The scheduler calls the hooks below, of which each does nothing by default, and knows no mechanism by name. State of
+    a request is `RequestBlocks.of` a class of the mechanism's, and notes on a step are `EvictionPlan.of` one.
 
     Args:
         view: the scheduler.
@@ -150,38 +171,46 @@ class Mechanism(ABC):
         """Words of the start-up line about the mechanism; "" for none."""
         return ""
 
-    @property
-    def lent(self) -> int:
-        """Blocks that the mechanism holds, and gives back as soon as requests need them."""
-        return 0
-
-    def before_schedule(self) -> None:  # noqa: B027 - hooks are optional
-        """Prepare for the step that vLLM is about to schedule."""
+    # A step, in the order of time
 
     def has_work(self) -> bool:
         """Return whether the engine shall step though no request waits or runs."""
         return False
 
+    def before_schedule(self) -> None:  # noqa: B027
+        """Prepare for the step that vLLM is about to schedule."""
+
+    def on_hit(self, request: Any, hit: Any) -> Any:
+        """Return the prefix that a request starts with, in place of what vLLM found in the prefix cache."""
+        return hit
+
     def limit_tokens(self, request: Any, computed_tokens: int, new_tokens: int) -> int:
         """Return how many of `new_tokens`, for which vLLM has room, a request may compute in the step being planned."""
         return new_tokens
 
-    def on_start(self, plan: EvictionPlan, req_id: str, blocks: Sequence[RequestBlocks]) -> bool:
-        """Note that a request starts, starts over or goes on with the step of this plan.
-
-        Returns:
-            Whether workers have got its measurement from the mechanism.
-        """
-        return False
-
-    def on_scheduled(self, plan: EvictionPlan, tokens: Mapping[str, int]) -> None:  # noqa: B027
-        """Note the tokens (request -> number) of a step, before requests over their trigger are taken."""
+    def on_offer(self, request: Any, blocks: RequestBlocks, offer: Offer) -> Offer:
+        """Return what a request can lose when the pool runs out, in place of what its blocks alone tell."""
+        return offer
 
     def before_metadata(self, tokens: Mapping[str, int]) -> None:  # noqa: B027
         """Note that vLLM's KV connector is about to plan a step: request -> the tokens that it computes."""
 
+    def on_start(self, plan: EvictionPlan, req_id: str, blocks: Sequence[RequestBlocks]) -> None:  # noqa: B027
+        """Note that a request starts, starts over or goes on with the step of this plan."""
+
+    def on_scheduled(self, plan: EvictionPlan, tokens: Mapping[str, int]) -> None:  # noqa: B027
+        """Note the tokens (request -> number) of a step, before requests over their trigger are taken."""
+
     def plan(self, plan: EvictionPlan, step: Step) -> None:  # noqa: B027
         """Add the requests to decide on after the step, and the reports that their decisions need."""
+
+    def on_output(self, output: Any) -> None:  # noqa: B027
+        """Take in vLLM's `ModelRunnerOutput` of a step, before vLLM ends requests."""
+
+    def cancel(self, plan: EvictionPlan, req_id: str) -> None:
+        """Decide nothing on a request after the step of this plan: the step read blocks that did not come."""
+        for due in plan.of(Due).values():
+            due.pop(req_id, None)
 
     def decide(self, plan: EvictionPlan, reports: Sequence[Reports]) -> Iterable[Action]:
         """Yield actions once the step of this plan is done.
@@ -196,22 +225,22 @@ class Mechanism(ABC):
         return ()
 
     def before_apply(self, action: Action) -> Action | None:
-        """Return the part of an action, of any mechanism, that can be applied; None if nothing of it can."""
+        """Return an action, of any mechanism, as it can be applied: a part of it, or with more; None: not at all."""
         return action
 
     def on_applied(self, applied: Applied) -> None:  # noqa: B027
         """Do what follows an action, of any mechanism."""
 
-    def before_output(self, output: Any) -> None:  # noqa: B027
-        """Take in vLLM's `ModelRunnerOutput` of a step, before vLLM ends requests."""
+    def after_output(self, outputs: Mapping[int, Any]) -> None:  # noqa: B027
+        """Change what clients (client -> vLLM's `EngineCoreOutputs`) get of a step."""
 
-    def on_output(self, output: Any) -> None:  # noqa: B027
-        """Take in vLLM's `ModelRunnerOutput` of a step, before the decisions on it."""
+    def before_stats(self) -> None:  # noqa: B027
+        """Set the gauges of /metrics."""
 
-    def cancel(self, plan: EvictionPlan, req_id: str) -> None:
-        """Decide nothing on a request after the step of this plan: the step read blocks that did not come."""
-        for due in plan.of(Due).values():
-            due.pop(req_id, None)
+    # A request
+
+    def on_turn(self, req_id: str, blocks: Sequence[RequestBlocks]) -> None:  # noqa: B027
+        """Note that a session's next turn begins."""
 
     def on_free(self, request: Any) -> None:  # noqa: B027
         """Note that a request is about to give back all blocks: it has ended, or it starts over."""
@@ -219,28 +248,24 @@ class Mechanism(ABC):
     def on_end(self, req_id: str) -> None:  # noqa: B027
         """Note that a request has ended."""
 
-    def on_hit(self, request: Any, hit: Any) -> Any:
-        """Return the prefix that a request starts with, in place of what vLLM found in the prefix cache."""
-        return hit
+    # The engine
 
-    def on_reset(self) -> None:  # noqa: B027
-        """Note that vLLM is about to reset the prefix cache: what requests have computed is void."""
-
-    def on_pause(self) -> None:  # noqa: B027
-        """Note that vLLM is about to pause, or to end all requests."""
+    @property
+    def lent(self) -> int:
+        """Blocks that the mechanism holds, and gives back as soon as requests need them."""
+        return 0
 
     def on_finish(self, finished: list[Any]) -> list[Any]:
         """Return the finished requests that clients know, of those that were told to finish."""
         return finished
 
-    def before_stats(self) -> None:  # noqa: B027
-        """Set the gauges of /metrics."""
+    def on_pause(self) -> None:  # noqa: B027
+        """Note that vLLM is about to pause, or to end all requests."""
 
-    def after_output(self, outputs: Mapping[int, Any]) -> None:  # noqa: B027
-        """Change what clients (client -> vLLM's `EngineCoreOutputs`) get of a step."""
+    def on_reset(self) -> None:  # noqa: B027
+        """Note that vLLM is about to reset the prefix cache: what requests have computed is void."""
 
-    def on_turn(self, req_id: str, blocks: Sequence[RequestBlocks]) -> None:  # noqa: B027
-        """Note that a session's next turn begins."""
+    # For subclasses
 
     def note_due(self, plan: EvictionPlan, group: Group, req_id: str) -> None:
         """Note a request as due after this step, and ask workers for the statistics that its decision needs."""
@@ -275,6 +300,64 @@ class Mechanism(ABC):
         room = sum(group.in_flight for group in self.view.groups)
         patient = misses.count < MOST_MISSES and blocks.config.context is None
         return patient and self.view.free_blocks >= room
+
+
+class Mechanisms:
+    """The mechanisms that a server's requests may need.
+
+    Args:
+        scheduler: as mechanisms see it.
+        kinds: classes of mechanisms, in the order in which their hooks are called.
+    """
+
+    def __init__(self, scheduler: SchedulerView, kinds: Sequence[type[Mechanism]]) -> None:
+        self._all: list[Mechanism] = []
+        self._having: dict[str, list[Mechanism]] = {}
+        scheduler.mechanisms = self
+        for kind in kinds:
+            if kind.serves(scheduler.kv_policy):
+                self.add(kind(scheduler))
+
+    def __iter__(self) -> Iterator[Mechanism]:
+        return iter(self._all)
+
+    def add(self, mechanism: Mechanism, last: bool = True) -> None:
+        """Add a mechanism, whose hooks are called after those of all others, or before them.
+
+        One that limits tokens has to be there when the scheduler is made (see `EvictionMixin.__init__`).
+        """
+        self._all.insert(len(self._all) if last else 0, mechanism)
+        self._having = {}
+
+    def of(self, kind: type[M]) -> list[M]:
+        """Return the mechanisms of a class."""
+        return [mechanism for mechanism in self._all if isinstance(mechanism, kind)]
+
+    def having(self, hook: str) -> list[Mechanism]:
+        """Return the mechanisms that have a hook of their own."""
+        if hook not in self._having:
+            default = getattr(Mechanism, hook)
+            self._having[hook] = [each for each in self._all if getattr(type(each), hook) is not default]
+        return self._having[hook]
+
+    def call(self, hook: str, *args: Any) -> None:
+        """Call a hook that returns nothing."""
+        for mechanism in self.having(hook):
+            getattr(mechanism, hook)(*args)
+
+    def passed(self, hook: str, value: Any, *before: Any) -> Any:
+        """Return a value that each hook has changed in turn, until one returns None.
+
+        Args:
+            hook: its name.
+            value: the hook's last argument.
+            before: the hook's other arguments.
+        """
+        for mechanism in self.having(hook):
+            if value is None:
+                break
+            value = getattr(mechanism, hook)(*before, value)
+        return value
 
 
 def settled(request: Any) -> int:

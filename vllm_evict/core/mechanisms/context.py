@@ -28,7 +28,7 @@ class Context(Mechanism):
 
     def decide(self, plan: EvictionPlan, reports: Sequence[Reports]) -> Iterable[Action]:
         for group, request, blocks in self.due(plan):
-            if blocks.residence.reach(settled(request)) + self._ahead(blocks) <= blocks.config.context:
+            if blocks.residence.span(settled(request)) + self._ahead(blocks) <= blocks.config.context:
                 continue
             moving, distances, again = blocks.residence.gaps()
             if len(moving):

@@ -8,14 +8,11 @@ from typing import Any
 import numpy as np
 
 from ...config import KVPolicyConfig
-from ..actions import Action, losing, room_to_come
+from ..actions import Action
 from ..plan import EvictionPlan, Report, Reports
 from ..residence import NO_BLOCKS
-from .base import Group, Mechanism, SchedulerView, Step, settled
-from .staging import Staging
+from .base import Group, Mechanism, Offer, SchedulerView, Step, settled
 
-#: What `RequestBlocks.offer` returns.
-Offer = tuple[np.ndarray, np.ndarray, int]
 #: Steps between two reports of a request while the pool is short of blocks.
 SCORES_STAY_FRESH = 8
 #: Added to costs for each step of priority: above any cost (`RequestBlocks.offer`), and small enough that float64 still
@@ -129,9 +126,9 @@ class Pressure(Mechanism):
         left, copies = [spare for spare, _ in gifts], [copies for _, copies in gifts]
         if sum(left) - sum(copies) < missing:
             return []
-        owner = np.repeat(np.arange(len(offers)), [len(blocks) for blocks, *_ in offers])
-        block = np.concatenate([blocks for blocks, *_ in offers])
-        cost = np.concatenate([cost for _, cost, _ in offers])
+        owner = np.repeat(np.arange(len(offers)), [len(offer.blocks) for offer in offers])
+        block = np.concatenate([offer.blocks for offer in offers])
+        cost = np.concatenate([offer.cost for offer in offers])
         if by_priority:
             _, place = np.unique([-giver.priority for _, giver in holders], return_inverse=True)
             cost = cost + APART * place[owner]
@@ -142,7 +139,7 @@ class Pressure(Mechanism):
             if left[owner[at]] and frees(group, giver.request_id, index):
                 victims[owner[at]].append(index)
                 left[owner[at]] -= 1
-                if copies[owner[at]]:  # its first blocks pay for its room
+                if copies[owner[at]]:  # its first blocks pay for those that it writes
                     copies[owner[at]] -= 1
                     continue
                 freed += 1
@@ -151,9 +148,7 @@ class Pressure(Mechanism):
         if freed < missing:
             return []
         return [
-            losing(
-                giver.request_id, group.number, group.residents[giver.request_id], np.sort(np.array(indices, np.int64))
-            )
+            Action(giver.request_id, group.number, np.sort(np.array(indices, np.int64)))
             for (group, giver), indices in zip(holders, victims)
             if indices
         ]
@@ -163,14 +158,14 @@ class Pressure(Mechanism):
     ) -> tuple[int, int]:
         """Return how many blocks of an offer may go, and how many of these free nothing.
 
-        With its first block on the host a request gets new blocks for those of its room that others hold. A request
-        that would get as many as it gives gives none.
+        With its first block a request gets new blocks for those of `Offer.writes` that others hold. A request that
+        would get as many as it gives gives none.
         """
-        (offered, _, spare), req_id = offer, giver.request_id
+        req_id, spare = giver.request_id, offer.spare
         if not spare:
             return 0, 0
-        copies = sum(not frees(group, req_id, block) for block in room_to_come(group.residents[req_id]).tolist())
-        if copies and min(spare, sum(frees(group, req_id, block) for block in offered.tolist())) <= copies:
+        copies = sum(not frees(group, req_id, block) for block in offer.writes.tolist())
+        if copies and min(spare, sum(frees(group, req_id, block) for block in offer.blocks.tolist())) <= copies:
             return 0, 0
         return spare, copies
 
@@ -186,15 +181,9 @@ class Pressure(Mechanism):
         # Published blocks of the step being planned must be computed without holes.
         published = max(each.published_tokens(request.request_id) for each in self.view.groups)
         if not blocks.started or not blocks.under_pressure or published > request.num_computed_tokens:
-            return NO_BLOCKS, np.empty(0), 0
-        offered, cost, spare = blocks.offer(settled(request), blocks.of(Offered).report, unscored=unscored)
-        if blocks.config.reaches:
-            spare = self.view.part(Staging).movable(request, spare)
-        if blocks.config.reaches and not blocks.residence.host:
-            # Decodes of a request read less from its first block on the host on. So few requests give many blocks: one
-            # gives all before the next one gives any.
-            cost = np.full(len(offered), APART // 2 - spare, float)
-        return offered, cost, spare
+            return Offer(NO_BLOCKS, np.empty(0), 0)
+        offer = Offer(*blocks.offer(settled(request), blocks.of(Offered).report, unscored=unscored))
+        return self.view.mechanisms.passed("on_offer", offer, request, blocks)
 
 
 def ascending(values: np.ndarray, few: int) -> Iterator[int]:

@@ -4,12 +4,16 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from ...config import KVPolicyConfig
-from ..actions import Applied, Unload
+from ..actions import Applied
 from ..blocks import RequestBlocks
+from ..host_pool import HostPool
 from ..plan import EvictionPlan
-from ..reached import ReachedPool
-from .base import Mechanism, SchedulerView
+from ..residence import NO_BLOCKS
+from .base import Mechanism, Offer, SchedulerView
+from .pressure import APART
 
 
 class Staging(Mechanism):
@@ -24,7 +28,7 @@ class Staging(Mechanism):
         pool: the host blocks.
     """
 
-    pool: ReachedPool
+    pool: HostPool
 
     def __init__(self, view: SchedulerView) -> None:
         super().__init__(view)
@@ -73,7 +77,20 @@ class Staging(Mechanism):
             self._free -= holes
         return new_tokens
 
-    def movable(self, request: Any, spare: int) -> int:
+    def on_offer(self, request: Any, blocks: RequestBlocks, offer: Offer) -> Offer:
+        """See `Mechanism.on_offer`.
+
+        Decodes of a request read less from its first block on the host on. So few requests give many blocks: one gives
+        all before the next one gives any.
+        """
+        if not blocks.config.reaches:
+            return offer
+        spare, writes, cost = self._movable(request, offer.spare), room_to_come(blocks), offer.cost
+        if len(writes):
+            cost = np.full(len(cost), APART // 2 - spare, float)
+        return Offer(offer.blocks, cost, spare, writes)
+
+    def _movable(self, request: Any, spare: int) -> int:
         """Return how many of `spare` blocks a request may move to the host with the step being planned.
 
         Staging has pages for the holes that a prompt had when its chunk was planned. So it moves no more blocks,
@@ -88,7 +105,7 @@ class Staging(Mechanism):
 
     def on_applied(self, applied: Applied) -> None:
         action = applied.action
-        tokens = self._planned.get(action.req_id, 0) if isinstance(action, Unload) else 0
+        tokens = 0 if action.loses else self._planned.get(action.req_id, 0)
         if tokens > 1:
             self._free -= len(action.holes)
         elif tokens:
@@ -116,6 +133,14 @@ class Staging(Mechanism):
         if (arriving := blocks.residence.arriving) is not None:
             blocks.residence.arriving = None
             self.pool.leave(self.view.next_plan, arriving.used)
+
+
+def room_to_come(blocks: RequestBlocks) -> np.ndarray:
+    """Return the blocks that become a request's room with its first one on the host: int64 [n]; none if it has one."""
+    limits = blocks.limits
+    if limits is None or blocks.residence.host:
+        return NO_BLOCKS
+    return np.arange(limits.sink, limits.sink + limits.room)
 
 
 def staging_blocks(max_model_len: int, block_size: int) -> int:

@@ -291,13 +291,10 @@ class Audits(Mechanism):
             self._scheduler.residents[request.request_id].pure_tokens = shadow.hit = hit.tokens
         return hit
 
-    def on_start(self, plan: EvictionPlan, req_id: str, blocks: Sequence[RequestBlocks]) -> bool:
+    def on_start(self, plan: EvictionPlan, req_id: str, blocks: Sequence[RequestBlocks]) -> None:
         """Have workers measure the queries that give the answer's tokens, if the answer lost blocks."""
-        if (shadow := self._shadow) is None or shadow.request.request_id != req_id:
-            return False
-        if shadow.measured:
+        if (shadow := self._shadow) is not None and shadow.request.request_id == req_id and shadow.measured:
             plan.groups[0].track[req_id] = Scoring("sum", 0.0, 1, 1, NEVER, start=shadow.answer.first, summed=True)
-        return True
 
     def limit_tokens(self, request: Request, computed_tokens: int, new_tokens: int) -> int:
         """Keep a shadow that runs from the tokens of a step for which other requests wait."""

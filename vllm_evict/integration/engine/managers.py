@@ -314,7 +314,7 @@ class EvictableManager(FullAttentionManager):
         return [table[index].block_id for index in indices.tolist()]
 
     def rewrite(
-        self, request_id: str, writes: np.ndarray, holes: np.ndarray, computed_tokens: int
+        self, request_id: str, writes: np.ndarray, holes: np.ndarray, computed_tokens: int | None
     ) -> tuple[dict[int, int], list[KVCacheBlock], list[KVCacheBlock]] | None:
         """Put holes into a request's table, and private blocks at `writes`.
 
@@ -325,7 +325,7 @@ class EvictableManager(FullAttentionManager):
             request_id: a running request, or a session between two turns.
             writes: int64 [n], ascending logical blocks that workers write into, none of them a hole.
             holes: int64 [k], ascending logical blocks that are evicted, all after those of `writes`.
-            computed_tokens: tokens computed or in flight; none of their steps sees the new holes.
+            computed_tokens: as for `RequestBlocks.evict`.
 
         Returns:
             Of each of `writes` and `holes` the physical block that it was; the blocks given back; and those of them

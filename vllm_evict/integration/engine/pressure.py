@@ -24,7 +24,7 @@ logger = init_logger("vllm.evict")
 MOST_TAKINGS = 2
 
 
-class RoomMaker(Pressure):
+class PoolRelief(Pressure):
     """Frees blocks where vLLM's `KVCacheManager.allocate_slots` finds too few.
 
     Args:

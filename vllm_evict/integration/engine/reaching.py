@@ -16,12 +16,12 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from ...config import NEVER
-from ...core.actions import Action, Applied, Unload
+from ...core.actions import Action, Applied
 from ...core.blocks import RequestBlocks
+from ...core.host_pool import Copy, HostPool
 from ...core.mechanisms import Staging
-from ...core.offload import Copy
+from ...core.mechanisms.staging import room_to_come
 from ...core.plan import COUNTED, READ_ON_HOST, EvictionPlan, RoomOf
-from ...core.reached import ReachedPool
 from ...core.residence import Arriving
 from ...environment import poison_mode
 from ..start.attending import kv_heads
@@ -51,7 +51,7 @@ class Reaching(Staging):
         self._scheduler, self._cache = scheduler, scheduler.kv_cache_manager
         (self._manager,) = scheduler.kv_managers
         blocks, self.block_bytes = host_memory(scheduler)
-        self.pool = ReachedPool(blocks, poison_mode())
+        self.pool = HostPool(blocks, poison_mode())
         pool = self._cache.block_pool
         # A connector keeps prefixes itself, and one that loads on top of a prefix could come steps after the blocks
         # that it starts with.
@@ -76,10 +76,10 @@ class Reaching(Staging):
         config, size = self._scheduler.kv_policy, self._manager.block_size
         limits = config.limits(size, self._scheduler.max_model_len)
         assert limits is not None  # it would be stock's
-        room, _ = config.room(limits, size)
-        host, of_room = (-(-blocks * self.block_bytes // 2**20) for blocks in (self.pool.blocks, room))
+        host, of_room = (-(-blocks * self.block_bytes // 2**20) for blocks in (self.pool.blocks, limits.room))
         blocks = f"{self.pool.blocks} host blocks of {self.block_bytes >> 10} KiB, {host} MiB in all"
-        return f"layers read {blocks}, in rooms of {room} blocks at most, {of_room} MiB of the pool for each request"
+        rooms = f"rooms of {limits.room} blocks at most"
+        return f"layers read {blocks}, in {rooms}, {of_room} MiB of the pool for each request"
 
     def _watch(self, pool: Any) -> None:
         """Keep blocks that leave the prefix cache, as the pool hands them out, and let lookups find them."""
@@ -121,14 +121,18 @@ class Reaching(Staging):
         return make_block_hash_with_group_id(block_hash, self._manager.kv_cache_group_id)
 
     def before_apply(self, action: Action) -> Action | None:
-        """Return the part of an action that the host has room for. A request keeps its other blocks on the device."""
-        if not isinstance(action, Unload):
+        """Have blocks that become holes go to the host: those that it has room for. A request keeps its other blocks.
+
+        With the first of them go the blocks of its room, which stay on the device too.
+        """
+        blocks = self._manager.residents[action.req_id]
+        if not blocks.config.reaches:
             return action
-        there = len(action.writes)
-        fits = self.pool.fitting(self._pure_keys(action))
+        action = replace(action, writes=room_to_come(blocks), loses=False)
+        there, fits = len(action.writes), self.pool.fitting(self._pure_keys(action))
         return replace(action, holes=action.holes[: fits - there]) if fits > there else None
 
-    def _pure_keys(self, action: Unload) -> list[Hashable]:
+    def _pure_keys(self, action: Action) -> list[Hashable]:
         """Return the keys of the blocks that an action moves; None for those of tokens that are not pure."""
         blocks = self._manager.residents[action.req_id]
         hashes, pure = self._hashes(self._scheduler.requests[action.req_id], self._manager), blocks.pure_tokens
@@ -138,11 +142,10 @@ class Reaching(Staging):
     def on_applied(self, applied: Applied) -> None:
         super().on_applied(applied)
         action, blocks = applied.action, applied.blocks
-        if not isinstance(action, Unload):
+        if action.loses:
             return
         if len(action.writes):
-            room = RoomOf(int(action.writes[0]), len(action.writes), action.recent)
-            self.view.next_plan.groups[action.group].rooms[action.req_id] = room
+            self.view.next_plan.groups[action.group].rooms[action.req_id] = room_of(blocks)
         moved, before = _moved(action), blocks.state.counts["spilled"]
         physical, keys = [applied.before[block] for block in moved], self._pure_keys(action)
         self.pool.spill(self.view.next_plan, action.req_id, action.group, blocks, moved, physical, keys)
@@ -222,7 +225,7 @@ class Reaching(Staging):
         assert limits is not None  # it would be stock's
         if count <= max(most, limits.budget):
             return range(0), range(0)
-        first = limits.sink + blocks.config.room(limits, blocks.block_size)[0]
+        first = limits.sink + limits.room
         return range(first, first + count - limits.budget), range(limits.sink, first)
 
     def _hold(
@@ -273,11 +276,11 @@ class Reaching(Staging):
         ]
         return min(computed, default=0) >= end
 
-    def on_start(self, plan: EvictionPlan, req_id: str, blocks: Sequence[RequestBlocks]) -> bool:
+    def on_start(self, plan: EvictionPlan, req_id: str, blocks: Sequence[RequestBlocks]) -> None:
         """Order workers to bring what a request has on the device from the host, and to read the rest there."""
         (its,), manager, request = blocks, self._manager, self._scheduler.requests[req_id]
         if (arriving := its.residence.arriving) is None:
-            return False
+            return
         del self._arriving[req_id]
         its.residence.arriving, numbers, room = None, arriving.numbers, arriving.room
         stay = {*room, *arriving.holes}
@@ -288,15 +291,12 @@ class Reaching(Staging):
         for each, there in fetched:
             self._fetch(plan, request, each, there)
         if len(room):
-            assert its.limits is not None
-            recent = its.config.room(its.limits, its.block_size)[1]
-            plan.groups[manager.number].rooms[req_id] = RoomOf(room.start, len(room), recent)
+            plan.groups[manager.number].rooms[req_id] = room_of(its)
             plan.use(manager.blocks_at(req_id, np.array(room)))
             there = {index: numbers[index] for index in (*room, *arriving.holes)}
             self.pool.give(plan, req_id, manager.number, its, there)
         self.pool.leave(plan, [number for _, there in fetched for number in there.values()])
         self.view.count(its, hit=arriving.from_host)
-        return False
 
     def _fetch(self, plan: EvictionPlan, request: Request, manager: Any, numbers: Mapping[int, int]) -> None:
         """Order workers to copy host blocks, {logical block: host block}, to a request's table, and publish them."""
@@ -330,7 +330,7 @@ class Reaching(Staging):
         for manager in self._beside:
             self._ends.update(manager.needed(req_id, tokens))
 
-    def before_output(self, output: ModelRunnerOutput) -> None:
+    def on_output(self, output: ModelRunnerOutput) -> None:
         """Count what layers have read on the host."""
         for req_id, counts in getattr(output, READ_ON_HOST, {}).items():
             if (blocks := self._manager.residents.get(req_id)) is not None:
@@ -340,8 +340,15 @@ class Reaching(Staging):
         self._scheduler.tally.hold(self._scheduler.kv_policy.name, self.pool.used, self.block_bytes, self.pool.unused)
 
 
-def _moved(action: Unload) -> list[int]:
+def _moved(action: Action) -> list[int]:
     return [*action.writes.tolist(), *action.holes.tolist()]
+
+
+def room_of(blocks: RequestBlocks) -> RoomOf:
+    """Return the room of a request, as workers hear of it."""
+    limits = blocks.limits
+    assert limits is not None  # it would be stock's
+    return RoomOf(limits.sink, limits.room, limits.recent_blocks)
 
 
 def host_memory(scheduler: EngineView) -> tuple[int, int]:

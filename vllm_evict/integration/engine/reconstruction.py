@@ -205,16 +205,15 @@ class Reconstructions(Mechanism):
         """Return the number of requests that wait for scores."""
         return len(self._jobs)
 
-    def on_start(self, plan: EvictionPlan, req_id: str, blocks: Sequence[RequestBlocks]) -> bool:
+    def on_start(self, plan: EvictionPlan, req_id: str, blocks: Sequence[RequestBlocks]) -> None:
         """Add to the plan how workers measure the shadow that starts."""
         shadow = self._shadow
         if shadow is None or shadow.request.request_id != req_id:
-            return False
+            return
         if shadow.repetition is None:
             plan.groups[0].track[req_id] = shadow.scoring
         else:
             plan.groups[0].repeats[req_id] = shadow.repetition
-        return True
 
     def plan(self, plan: EvictionPlan, step: Step) -> None:
         """Ask for a report of blocks with the last step of a shadow."""

@@ -21,7 +21,7 @@ from ...config import KVPolicyError
 from ...core.actions import Action, Applied
 from ...core.blocks import RequestBlocks
 from ...core.mechanisms import Step
-from ...core.mechanisms.base import M, settled
+from ...core.mechanisms.base import M, Mechanisms, settled
 from ...core.plan import PLAN, EvictionPlan, Scoring
 from ..start.drafters import lookahead
 from ..start.versions import any_waits
@@ -30,7 +30,7 @@ from .allocation import count_published, limit_tokens
 from .followers import follow
 from .hits import Hit, Hits
 from .managers import BESIDE, ChunkManager, EvictableManager, SlidingManager, StateManager, put_beside
-from .mechanisms import Mechanisms
+from .mechanisms import KINDS
 from .outputs import Usages
 from .spec import policy_config
 from .start_up import start_up_line
@@ -67,7 +67,7 @@ class EvictionMixin(Base):
         self.reports, self.usages = StepReports(self), Usages(self)
         #: Requests of the step that is done that read blocks which did not come.
         self._failed_loads: set[str] = set()
-        self.mechanisms = Mechanisms(self)
+        self.mechanisms = Mechanisms(self, KINDS)
         for follower in follow(self):
             self.mechanisms.add(follower, last=False)
         limit_tokens(self, [each.limit_tokens for each in self.mechanisms.having("limit_tokens")])
@@ -155,12 +155,12 @@ class EvictionMixin(Base):
             starts += [start for start in computed if start[0] in cached.resumed_req_ids]
         for req_id, computed_tokens in starts:
             groups = self.blocks_of(req_id)
-            told = [each.on_start(plan, req_id, groups) for each in self.mechanisms.having("on_start")]
+            self.mechanisms.call("on_start", plan, req_id, groups)
             for blocks, group in zip(groups, plan.groups):
                 if blocks.started:
                     continue
                 blocks.started, blocks.first_query = True, computed_tokens
-                blocks.scoring = None if any(told) else self.scoring_of(self.requests[req_id], blocks)
+                blocks.scoring = self.scoring_of(self.requests[req_id], blocks)
                 if blocks.scoring is not None:
                     group.track[req_id] = blocks.scoring
 
@@ -175,7 +175,7 @@ class EvictionMixin(Base):
     ) -> dict[int, EngineCoreOutputs]:
         self.usages.next_step()
         self._failed_loads = set()
-        self.mechanisms.call("before_output", model_runner_output)
+        self.mechanisms.call("on_output", model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         plan: EvictionPlan = getattr(scheduler_output, PLAN, None) or EvictionPlan.empty(len(self.kv_managers))
         for req_id in self._failed_loads:
@@ -183,7 +183,6 @@ class EvictionMixin(Base):
                 group.report.pop(req_id, None)
             for mechanism in self.mechanisms:
                 mechanism.cancel(plan, req_id)
-        self.mechanisms.call("on_output", model_runner_output)
         reports = self.reports.take(scheduler_output, model_runner_output, plan)
         for mechanism in self.mechanisms.having("decide"):
             for action in mechanism.decide(plan, reports):
@@ -243,6 +242,7 @@ class EvictionMixin(Base):
         whole = blocks.pure_tokens is None
         # What is in flight was computed without the new holes; drafts among it may be computed again.
         computed = settled(request) if self.num_spec_tokens else request.num_computed_tokens
+        computed = computed if action.loses else None
         if (rewritten := manager.rewrite(req_id, action.writes, action.holes, computed)) is None:
             if action.must:
                 self.running.remove(request)

@@ -137,7 +137,7 @@ def host_blocks(
             f"{ranks * block_bytes}"
         )
     longest = math.ceil(vllm_config.model_config.max_model_len / (block_size or vllm_config.cache_config.block_size))
-    if config.reaches and blocks < longest:  # a request that finds no room there keeps its blocks on the device
+    if blocks < longest:  # a request that finds no room there keeps its blocks on the device
         raise KVPolicyError(
             f"host: {config.host} bytes hold {blocks} blocks; expected at least the {longest} of a request of "
             f"{vllm_config.model_config.max_model_len} tokens, {longest * ranks * block_bytes} bytes; set host to "

@@ -1,6 +1,5 @@
 """The scheduler, as its parts and the engine's own mechanisms see it."""
 
-from collections.abc import Iterator
 from typing import Any, Protocol
 
 from vllm.config import VllmConfig
@@ -12,23 +11,9 @@ from vllm.v1.request import Request
 
 from ...core.actions import Action
 from ...core.blocks import RequestBlocks
-from ...core.mechanisms.base import M, SchedulerView
+from ...core.mechanisms.base import SchedulerView
 from .managers import ChunkManager, EvictableManager, SlidingManager, StateManager
 from .tally import Tally
-
-
-class MechanismsView(Protocol):
-    """The mechanisms of a scheduler, as its parts see them (`mechanisms.Mechanisms`)."""
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-    def of(self, kind: type[M]) -> list[M]:
-        """Return the server's mechanisms of a class."""
-        ...
-
-    def call(self, hook: str, *args: Any) -> None:
-        """Call a hook of all mechanisms, in order."""
-        ...
 
 
 class EngineView(SchedulerView, Protocol):
@@ -37,7 +22,6 @@ class EngineView(SchedulerView, Protocol):
     Attributes:
         kv_managers: managers of the KV groups that may have holes, in the order of `Group.number`.
         other_managers: those of sliding windows, of chunks and of states.
-        mechanisms: of the server.
         tally: counts for /metrics.
         residents: request -> its blocks in the first KV group that may have holes.
         others: vLLM's own.
@@ -45,7 +29,6 @@ class EngineView(SchedulerView, Protocol):
 
     kv_managers: list[EvictableManager]
     other_managers: list[SlidingManager | ChunkManager | StateManager]
-    mechanisms: MechanismsView
     tally: Tally
 
     vllm_config: VllmConfig
@@ -56,7 +39,6 @@ class EngineView(SchedulerView, Protocol):
     running: list[Request]
     waiting: RequestQueue
     policy: SchedulingPolicy
-    max_model_len: int
     max_num_running_reqs: int
     num_waiting_for_streaming_input: int
     num_spec_tokens: int

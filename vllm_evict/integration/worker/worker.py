@@ -12,9 +12,9 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, M
 
 from ...compute.memory import described, needs, put_aside
 from ...compute.needs import Needs
-from ...compute.parts import Room
+from ...compute.parts import Capacity
 from ...compute.runtime import EvictionRuntime
-from ...core.plan import READ_ON_HOST, REPORTS, SCORED, Reports
+from ...core.plan import REPORTS, SCORED, Reports
 from ..engine.spec import alike_bytes, host_blocks, policy_config
 from ..start import attending, windows
 from ..start.describe import ignored_settings, kernels_line
@@ -38,7 +38,7 @@ class EvictionWorkerMixin(Base):
     _installed = False
     _needs = Needs()
     _reports: list[Reports] = []
-    _read: dict[str, Any] = {}
+    _told: dict[str, Any] = {}
     _copied: Any = None
     _copies: Copies
     _ranks: Ranks
@@ -94,13 +94,13 @@ class EvictionWorkerMixin(Base):
         if ahead:
             self.kv_evict.reserve()
             tables = runners.block_tables(self.model_runner, self.kv_evict, self.use_v2_model_runner)
-        room = Room(kv_cache_config.num_blocks, ahead=ahead)
+        capacity = Capacity(kv_cache_config.num_blocks, ahead=ahead)
         if config.reaches:
             block = layers.block_bytes(self.kv_evict, self.get_kv_cache_spec())
             block = alike_bytes(self.vllm_config, kv_cache_config, self.kv_evict.numbers[0]) or block
             size = self.kv_evict.groups[0].block_size
-            room = room._replace(host_blocks=host_blocks(self.vllm_config, config, block, size))
-        self.kv_evict.allocate(room, tables)
+            capacity = capacity._replace(host_blocks=host_blocks(self.vllm_config, config, block, size))
+        self.kv_evict.allocate(capacity, tables)
         if has_kv_transfer_group():
             self._copies = Copies(self.vllm_config, get_kv_transfer_group())
         if self.rank == 0:
@@ -162,15 +162,15 @@ class EvictionWorkerMixin(Base):
             return output
         finally:
             reports = self.kv_evict.end(self._ranks.over_all)
-            self._reports, self._read = (reports, self.kv_evict.read_on_host) if self._ranks.are_last else ([], {})
+            self._reports, self._told = (reports, self.kv_evict.told) if self._ranks.are_last else ([], {})
             self._copied = self.kv_evict.copied
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)
         self.kv_evict.drafted()
-        reports, self._reports, read, self._read = self._reports, [], self._read, {}
+        reports, self._reports, told, self._told = self._reports, [], self._told, {}
         scored, after = self._scorer.take() if self._scorer is not None else ({}, None)
-        told = {REPORTS: reports if any(reports) else None, SCORED: scored or None, READ_ON_HOST: read or None}
+        told = {REPORTS: reports if any(reports) else None, SCORED: scored or None, **told}
         told = {name: value for name, value in told.items() if value is not None}
         return with_reports(output, told, after or self._copied) if told else output
 

@@ -1,14 +1,40 @@
-"""Host blocks that layers read. Requests with the same content share one host block."""
+"""Host blocks that layers read, and copies of them. Requests with the same content share one host block."""
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
 from .blocks import RequestBlocks
-from .offload import Copy
-from .plan import EvictionPlan
+from .plan import EvictionPlan, Order
 
 
-class ReachedPool:
+@dataclass(frozen=True, slots=True)
+class Copy(Order):
+    """Copies one block between a device and the host.
+
+    Attributes:
+        kind: `spill`, from the device to the host; `fetch`, back; `poison`, the host block is filled with NaN (tests).
+        physical: block of the device.
+        number: block of the host.
+    """
+
+    kind: str
+    physical: int
+    number: int
+
+
+def runs(copies: Iterable[Copy]) -> Iterator[tuple[str, list[Copy]]]:
+    """Yield successive copies of one kind, and the kind. Of those to one block the last one stays.
+
+    A host block may be dropped, and written again, by one plan.
+    """
+    for kind, run in groupby(copies, key=lambda copy: copy.kind):
+        to = {copy.physical if kind == "fetch" else copy.number: copy for copy in run}
+        yield kind, list(to.values())
+
+
+class HostPool:
     """Host blocks of one engine, by number.
 
     A block of pure tokens has a hash, under which other requests find it: a prefix that requests share is there once.
@@ -31,7 +57,7 @@ class ReachedPool:
         self._hashes: dict[int, Hashable] = {}
 
     @property
-    def room(self) -> int:
+    def available(self) -> int:
         """Host blocks that no request uses."""
         return len(self._free) + len(self._unused)
 
@@ -55,11 +81,11 @@ class ReachedPool:
         Args:
             hashes: of each block; None: it has none.
         """
-        room = self.room
+        left = self.available
         for count, block_hash in enumerate(hashes):
             number = self.find(block_hash)
-            room -= number is None or number in self._unused
-            if room < 0:
+            left -= number is None or number in self._unused
+            if left < 0:
                 return count
         return len(hashes)
 
@@ -99,7 +125,7 @@ class ReachedPool:
             Its host block; None: there is no room.
         """
         number = self.find(block_hash)
-        if number is None and self.room:
+        if number is None and self.available:
             number = self._copy(plan, "", group, physical, block_hash)
             self._unused[number] = None
         elif number is not None and number in self._unused:

@@ -6,11 +6,11 @@ import numpy as np
 import torch
 
 from ..config import KVPolicyError
-from ..core.offload import Copy, runs
+from ..core.host_pool import Copy, runs
+from .index import BlockIndex
 from .kernels.reach import copy_blocks
-from .parts import AllReduce, Mover, Room
+from .parts import AllReduce, Capacity, Mover
 from .pinned import pinned
-from .source import Source
 from .store import Store
 from .transfer import to_device
 
@@ -22,6 +22,9 @@ class HostPages:
         pages: each layer's cache, blocks first.
         blocks: of the host.
         device: device of the cache.
+
+    Attributes:
+        own: for each layer [blocks, ...], like the blocks of its cache.
 
     Raises:
         KVPolicyError: the machine does not give so much memory, or does not pin it.
@@ -38,10 +41,6 @@ class HostPages:
                 f"host: the machine has not {blocks} blocks of {size} bytes left; expected {blocks * size} bytes "
                 "beside what it runs; set host to less"
             ) from error
-
-    def pages_of(self, layer: int) -> torch.Tensor:
-        """Return the pages of all host blocks in one layer: [blocks, ...]."""
-        return self.own[layer]
 
     def write(self, pages: Sequence[torch.Tensor], physical: list[int], numbers: list[int]) -> None:
         """Copy blocks `physical` of the device to host blocks `numbers`."""
@@ -69,12 +68,12 @@ def _floats(page: torch.Tensor) -> torch.Tensor:
     return page.view(torch.float8_e4m3fn) if page.dtype == torch.uint8 else page
 
 
-class Offload(Mover):
+class HostCopies(Mover):
     """Copies blocks of one KV group between the device and the host.
 
     Args:
         store: KV cache of the group.
-        source: of the group; it hears of copies.
+        index: of its blocks, which goes with them.
         device: device of the cache.
 
     Attributes:
@@ -84,14 +83,14 @@ class Offload(Mover):
     kind = Copy
     blocks: HostPages
 
-    def __init__(self, store: Store, source: Source, device: torch.device) -> None:
-        self._store, self._source, self._device = store, source, device
+    def __init__(self, store: Store, index: BlockIndex, device: torch.device) -> None:
+        self._store, self._index, self._device = store, index, device
 
-    def allocate(self, room: Room) -> None:
-        self.blocks = HostPages(self._store.pages(), room.host_blocks, self._device)
+    def allocate(self, capacity: Capacity) -> None:
+        self.blocks = HostPages(self._store.pages(), capacity.host_blocks, self._device)
 
     def obey(self, orders: Sequence[Copy], all_reduce: AllReduce) -> None:
-        self._source.before_copies()
+        self._index.catch_up()
         for kind, some in runs(orders):
             physical, numbers = [copy.physical for copy in some], [copy.number for copy in some]
             if kind == "poison":
@@ -100,4 +99,4 @@ class Offload(Mover):
                 self.blocks.read(self._store.pages(), physical, numbers)
             else:
                 self.blocks.write(self._store.pages(), physical, numbers)
-        self._source.copied(orders)
+            self._index.copy(kind, physical, numbers)

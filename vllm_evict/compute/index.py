@@ -1,0 +1,104 @@
+"""What stands for the keys of each block, wherever it lives: layers choose blocks by it.
+
+It is signs of keys (`kernels.signs`), or a box of them (Quest: Tang et al., ICML 2024, arXiv:2406.10774).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from .kernels.bounds import key_bounds
+from .kernels.reach import SCRATCH
+from .kernels.signs import key_signs, store_signs
+from .probes import LayerCall
+from .store import Store
+from .transfer import to_device
+
+#: The bits of a NaN in bfloat16.
+NAN = 0x7FC0
+
+
+class BlockIndex:
+    """The index of all blocks of one KV group: those of the pool, and after them those of the host.
+
+    Args:
+        kind: "signs" or "box".
+        store: KV cache of the group.
+        device: of the cache.
+
+    Attributes:
+        of_layers: for each layer [blocks, Hkv, X].
+    """
+
+    def __init__(self, kind: str, store: Store, device: torch.device) -> None:
+        self._signs, self._store, self._device = kind == "signs", store, device
+        self.of_layers: list[torch.Tensor] = []
+        #: Blocks of the pool, after which come those of the host.
+        self._pool = 0
+        #: Where graphs are replayed int64 [blocks of the pool], of which the first `_late_count` wait for their index,
+        #: in any order.
+        self._late, self._late_count = torch.empty(0, dtype=torch.int64), 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes on the device."""
+        return self._late.nbytes + sum(index.nbytes for index in self.of_layers)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether blocks may wait for their index."""
+        return len(self._late) > 0
+
+    def allocate(self, pool: int, host: int, late: bool) -> None:
+        """Allocate the index of so many blocks of the pool and of the host; `late`: the pool's may wait for theirs."""
+        self._pool, of_keys = pool, key_signs if self._signs else key_bounds
+        none = torch.zeros(0, dtype=torch.int64, device=self._device)
+        empty = [of_keys(keys) for keys, _ in self._store.read(none, False)]
+        self.of_layers = [each.new_zeros((pool + host, *each.shape[1:])) for each in empty]
+        if late:
+            self._late = torch.empty(pool, dtype=torch.int64, device=self._device)
+
+    def fill(self, call: LayerCall, filled: torch.Tensor) -> None:
+        """Compute the index of blocks that the step has filled, in one layer."""
+        keys, _ = call.ops.read(call.layer, call.kv_cache, filled, False)
+        self._put(self.of_layers[call.place], filled, keys)
+
+    def _put(self, index: torch.Tensor, blocks: torch.Tensor, keys: torch.Tensor) -> None:
+        if self._signs:
+            store_signs(index, blocks, keys)
+        else:
+            index[blocks] = key_bounds(keys)
+
+    def note(self, filled: torch.Tensor | None) -> None:
+        """Have blocks wait for their index, which is computed when a layer may ask for it."""
+        if filled is None:
+            return
+        count, self._late_count = self._late_count, self._late_count + len(filled)
+        if self._late_count <= len(self._late):
+            self._late[count : self._late_count] = filled
+        else:
+            torch.arange(len(self._late), out=self._late)
+            self._late_count = len(self._late)
+
+    def catch_up(self) -> None:
+        """Compute the index of blocks that wait for it, layer by layer, as many at once as `SCRATCH` has room for."""
+        if not self._late_count:
+            return
+        late, self._late_count = self._late[: self._late_count], 0
+        at_once = max(SCRATCH // (4 * max(page[0].numel() for page in self._store.pages())), 1)
+        for some in late.split(at_once):
+            for index, (keys, _) in zip(self.of_layers, self._store.read(some, False)):
+                self._put(index, some, keys)
+
+    def copy(self, kind: str, physical: Sequence[int], numbers: Sequence[int]) -> None:
+        """Copy what stands for blocks that are copied between device and host, as `core.host_pool.Copy` has them."""
+        there, here = (to_device(np.array(each, np.int64), self._device) for each in (physical, numbers))
+        here += self._pool
+        for index in self.of_layers:
+            if kind == "poison":
+                index[here] = float("nan") if index.is_floating_point() else NAN
+            elif kind == "fetch":
+                index[there] = index[here]
+            else:
+                index[here] = index[there]
