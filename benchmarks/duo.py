@@ -1,14 +1,15 @@
 """Measures the savings of retrieval and streaming heads on the engine: blocks held, and time of a decode step.
 
     python benchmarks/duo.py                 decode latency at growing context, stock vLLM and duo in turn
-    python benchmarks/duo.py --read 1024     the same of `full` with read in place of duo, and its attention alone
+    python benchmarks/duo.py --prompts       time to the first token of such prompts
+    python benchmarks/duo.py --read 1024     decode latency of `full` with read in place of duo, and its attention alone
     python benchmarks/duo.py --memory        blocks held, on models of the published patterns' shapes
 
 Latency: one request decodes at each context. Each prompt extends the one before, so the prefix cache has most of its
-tokens. Each case is a process of its own, cases run in turn, and a ratio compares two runs of the same round. "stock"
-runs with VLLM_PLUGINS empty. The models have random weights: MHA with a quarter of the KV heads as retrieval heads, GQA
-with half. With --read layers read so many tokens, and times of attention are those of the backend's `forward` in all
-layers, with the choice of blocks and without the write of keys and values.
+tokens; with --prompts it has none. Each case is a process of its own, cases run in turn, and a ratio compares two runs
+of the same round. "stock" runs with VLLM_PLUGINS empty. The models have random weights: MHA with a quarter of the KV
+heads as retrieval heads, GQA with half. With --read layers read so many tokens, and times of attention are those of the
+backend's `forward` in all layers, with the choice of blocks and without the write of keys and values.
 
 Memory: layers, query and KV heads are those of the model for which the pattern was published; the width is tiny. Blocks
 are counted in the scheduler while the last token is computed, and compared with the numbers that the pattern predicts.
@@ -25,7 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from engines import greedy, make_llm, random_prompts, scheduler_of
+from engines import greedy, make_llm, random_prompts, run_batch, scheduler_of
 from models import Shape, make_model
 from reports import in_child, progress, publish, run_script
 
@@ -61,7 +62,7 @@ def attention_timer(llm: Any) -> list[float]:
 
 
 def latency_child(spec: dict) -> dict:
-    """Seconds of each decode step at each context, and with --read of the attention in it."""
+    """Seconds of each decode step at each context, with --read those of its attention; with --prompts of the prompt."""
     contexts, steps, block_size = spec["contexts"], spec["options"]["steps"], spec["options"]["block_size"]
     longest = max(contexts) + steps + 8
     tokens = 2 * longest + 4096
@@ -79,6 +80,10 @@ def latency_child(spec: dict) -> dict:
     spent = attention_timer(llm) if spec["options"]["read"] else [0.0]
     for context in contexts:
         engine = llm.llm_engine
+        if spec["options"]["prompts"]:
+            llm.reset_prefix_cache()
+            timings["steps"][context] = [run_batch(llm, [prompt[:context]], 1).seconds]
+            continue
         engine.add_request(f"at-{context}", {"prompt_token_ids": prompt[:context]}, greedy(steps + 4))
         scheduler = scheduler_of(llm)
         while not scheduler.running or scheduler.running[0].num_output_tokens < 3:
@@ -222,6 +227,7 @@ def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--memory", action="store_true", help="count blocks instead")
+    parser.add_argument("--prompts", action="store_true", help="time prompts instead")
     parser.add_argument("--read", type=int, default=0, help="measure `full` whose layers read so many tokens")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--contexts", type=int, nargs="+", help="tokens")
@@ -236,9 +242,11 @@ def main() -> None:
         title = "KV blocks of one request under duo: published patterns and their shapes, 32 channels a head, 16 bits"
         publish(options, "duo-memory", title, memory_table, report)
     else:
-        case = f"read {options.read}" if options.read else "duo"
-        title = f"A decode step at growing context, stock vLLM over {case} (medians), 2-layer Llamas in float32"
-        publish(options, case.split()[0], title, latency_table, report)
+        case, timed = f"read {options.read}" if options.read else "duo", "A decode step at growing context"
+        name = case.split()[0] + ("-prompts" if options.prompts else "")
+        timed = "Prompts to their first token" if options.prompts else timed
+        title = f"{timed}, stock vLLM over {case} (medians), 2-layer Llamas in float32"
+        publish(options, name, title, latency_table, report)
 
 
 if __name__ == "__main__":

@@ -333,15 +333,9 @@ def test_under_pressure_retrieval_heads_give_way(duo, dense):
     server.assert_nothing_left()
 
 
-def test_wrong_files_are_refused_with_both_shapes(engine, model, heads, tmp_path):
+def test_wrong_files_are_refused_with_both_shapes(engine, model, heads):
     with pytest.raises(KVPolicyError, match="heads.tsv has 3 layers x 4 KV heads, the model has 4 x 4"):
         engine({"name": "duo", "gates": heads(PATTERN[:3])}, model=model)
-    path = heads(PATTERN)
-    (tmp_path / "config.json").unlink()
-    with pytest.raises(KVPolicyError, match="config.json is missing"):
-        engine({"name": "duo", "gates": path}, model=model)
-    with pytest.raises(KVPolicyError, match=r"the gate of layer 0, KV head 1 is 3, not in \[0, 1\]"):
-        engine({"name": "duo", "gates": heads(PATTERN * 3)}, model=model)
     with pytest.raises(KVPolicyError, match="LoRA"):
         engine({"name": "duo", "gates": heads(PATTERN)}, model=model, enable_lora=True)
 

@@ -1,7 +1,6 @@
 """`when: pressure`: nothing goes while there is room, and then what hurts least, of all requests."""
 
 import itertools
-import logging
 
 import numpy as np
 import pytest
@@ -49,13 +48,6 @@ def test_every_policy_whose_scores_add_up_has_it():
             with pytest.raises(KVPolicyError, match=rf"when: '{name}' supports only 'budget'. Policies that .* h2o"):
                 KVPolicyConfig.parse({"name": name, "when": "pressure"})
     assert {name for name in SERVERS if "-" not in name} < {n for n, p in POLICIES.items() if "pressure" in p.triggers}
-
-
-def test_bad_values_name_what_is_allowed():
-    with pytest.raises(KVPolicyError, match="when: .*'budget' or 'pressure'"):
-        KVPolicyConfig.parse({"name": "h2o", "when": "always"})
-    with pytest.raises(KVPolicyError, match="when: 'full' keeps everything on the device"):
-        KVPolicyConfig.parse({"name": "full", "when": "pressure"})
 
 
 def test_requests_pick_what_has_the_trigger():
@@ -261,18 +253,11 @@ def test_full_is_untouchable_and_a_budget_is_a_floor(engine):
     server.assert_nothing_left()
 
 
-def test_floors_beyond_the_pool_are_preempted_and_said_once(engine, caplog):
+def test_floors_beyond_the_pool_are_preempted_and_said_once(engine, complaints):
     server = engine({**SERVERS["h2o"], "budget": 320}, **SMALL)
-    with caplog.at_level(logging.WARNING, "vllm.evict"):
-        logger = logging.getLogger("vllm.evict")
-        logger.addHandler(caplog.handler)
-        try:
-            done = outputs_of(server)
-        finally:
-            logger.removeHandler(caplog.handler)
+    done = outputs_of(server)
     assert preemptions(server) > 0 and len(done) == len(PROMPTS)
-    # One record may come by two handlers.
-    assert len({id(record) for record in caplog.records if "requests are at their budgets" in record.message}) == 1
+    assert sum("requests are at their budgets" in message for _, message in complaints) == 1
     server.assert_nothing_left()
 
 

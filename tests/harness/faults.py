@@ -34,8 +34,8 @@ MUTANTS = [
     Mutant(
         "a recent block may go",
         "core/blocks.py",
-        "recent = min(recent, blocks - self.limits.recent_blocks)",
-        "recent = min(recent + 1, blocks - self.limits.recent_blocks)",
+        "recent = max(computed_tokens - self.limits.recent, 0) // self.block_size\n        recent = min",
+        "recent = max(computed_tokens - self.limits.recent, 0) // self.block_size + 1\n        recent = min",
         ("residency",),
     ),
     Mutant(
@@ -48,8 +48,8 @@ MUTANTS = [
     Mutant(
         "the most important goes",
         "core/blocks.py",
-        'candidates[np.argsort(importance, kind="stable")[:spare]]',
-        'candidates[np.argsort(importance, kind="stable")[-spare:]]',
+        'return np.sort(candidates[np.argsort(importance, kind="stable")[:spare]])',
+        'return np.sort(candidates[np.argsort(importance, kind="stable")[-spare:]])',
         ("residency",),
     ),
     Mutant(
@@ -120,7 +120,7 @@ MUTANTS = [
         "a hole off by one",
         "integration/engine/managers.py",
         "dict.fromkeys(gone, self._null_block)",
-        "dict.fromkeys((holes - 1).tolist(), self._null_block)",
+        "dict.fromkeys([index - 1 for index in gone], self._null_block)",
         ("load_scheduler",),
     ),
     Mutant(

@@ -103,54 +103,6 @@ def test_what_goes_is_what_a_brute_force_search_finds(life):
         assert subject.evicted_blocks == evicted
 
 
-@settings(max_examples=200, deadline=None)
-@given(lives())
-def test_there_is_always_enough_to_get_back_to_the_budget(life):
-    """Whatever the sinks, the window and the chunks: every decision gets there, and takes nothing that must stay."""
-    options, block_size, steps, random = life
-    config = KVPolicyConfig.parse(options)
-    subject = RequestBlocks(config, config.limits(block_size, 1), block_size)
-    computed = 0
-    for step in steps:
-        computed += step
-        blocks = math.ceil(computed / block_size)
-        over = subject.over_trigger(blocks)
-        victims = subject.choose(computed, full_report(subject, computed, [random.random() for _ in range(blocks)]))
-        assert (len(victims) > 0) == over
-        if over:
-            subject.evict(victims, computed)
-            assert len(subject.residence.pool) == subject.limits.budget
-            recent, sink = (config.recent, config.sink) if config.protect else (0, 0)
-            assert all((victim + 1) * block_size <= computed - recent for victim in victims)
-            assert all(victim * block_size >= sink for victim in victims)
-
-
-def test_nothing_goes_at_the_trigger_and_all_the_excess_one_block_above():
-    subject = residency(budget=64, buffer=32)  # 4 blocks, from 7 on
-    mass = [5.0, 1.0, 4.0, 2.0, 3.0, 9.0, 9.0]
-    assert not subject.over_trigger(6) and subject.over_trigger(7)
-    assert subject.choose(96, report(range(6), mass[:6])).tolist() == []
-    assert subject.choose(97, report(range(7), mass)).tolist() == [1, 3, 4]
-
-
-def test_ties_go_from_the_oldest_on():
-    subject = residency(budget=64)
-    assert subject.choose(112, report(range(7), [1.0] * 7)).tolist() == [0, 1, 2]
-    assert subject.choose(112, report(range(7), [1.0, 0, 0, 1, 0, 0, 1])).tolist() == [1, 2, 4]
-
-
-def test_a_sink_or_recent_block_stays_however_unimportant():
-    subject = residency(budget=96, sink=20, recent=33)
-    mass = [0.0, 0.0, 7.0, 8.0, 9.0, 6.0, 0.0, 0.0]
-    # 128 tokens: sinks are blocks 0 and 1, the last 33 tokens reach from 95 on: blocks 5 to 7.
-    assert subject.choose(128, report(range(8), mass)).tolist() == [2, 3]
-
-
-def test_the_block_being_written_stays_without_a_recent_window():
-    subject = residency(budget=32)
-    assert subject.choose(33, report(range(3), [5.0, 5.0, 0.0])).tolist() == [0]
-
-
 def test_full_keeps_everything():
     config = KVPolicyConfig.parse("full")
     subject = RequestBlocks(config, config.limits(BLOCK, 1), BLOCK)
@@ -185,17 +137,6 @@ def test_policies_of_one_statistic(name, statistic):
         4 if name != "knorm" else 3
     ]
     assert subject.choose(79, reports(range(5), **{statistic: [5, 1, 6, 9, 0]})).tolist() == [victim], "4 is not full"
-
-
-def test_without_protection_only_what_is_being_written_stays():
-    mass = [0.0, 5.0, 4.0, 3.0, 0.0]
-    guarded = residency(budget=64, sink=16, recent=24)
-    assert guarded.choose(79, report(range(5), mass)).tolist() == [2]
-    bare = residency(budget=64, sink=16, recent=24, protect=False)
-    assert bare.choose(79, report(range(5), mass)).tolist() == [0]
-    assert residency(budget=16, sink=16, recent=24, protect=False).choose(79, report(range(5), mass)).tolist() == [
-        0, 1, 2, 3
-    ]  # fmt: skip
 
 
 def test_a_prompt_too_short_keeps_everything():

@@ -16,8 +16,7 @@ OWN = str(Path(vllm_evict.__file__).parent)
 
 @pytest.fixture
 def scale(script, tmp_path):
-    module = script("scale")
-    return module, module.cases(str(tmp_path))
+    return script("alone"), script("scale").cases(str(tmp_path))
 
 
 def decoding(scale, case, requests, tokens):
