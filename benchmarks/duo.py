@@ -22,7 +22,7 @@ import os
 import statistics
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,8 @@ from reports import in_child, progress, publish, run_script
 SINK, RECENT = 128, 256
 #: Name -> shape, one layer's pattern.
 LATENCY = {
-    "MHA, 25 % retrieval": (Shape(layers=2, heads=32, kv_heads=32, max_len=1 << 16), "1" * 8 + "0" * 24),
-    "GQA, 50 % retrieval": (Shape(layers=2, heads=32, kv_heads=8, max_len=1 << 16), "1010" * 2),
+    "MHA, 25 % retrieval": (Shape(heads=32, kv_heads=32, max_len=1 << 16), "1" * 8 + "0" * 24),
+    "GQA, 50 % retrieval": (Shape(heads=32, kv_heads=8, max_len=1 << 16), "1010" * 2),
 }
 #: Name -> shape with the layers and heads of the model, its published pattern, share of heads that stream.
 _TINY = {"hidden": 64, "head_dim": 32, "intermediate": 64, "max_len": 1 << 16}
@@ -105,6 +105,7 @@ def latency(options: argparse.Namespace) -> dict:
     with progress() as bar:
         task = bar.add_task("", total=2 * len(LATENCY) * options.rounds)
         for name, (shape, row) in LATENCY.items():
+            shape = replace(shape, layers=options.layers)
             with tempfile.TemporaryDirectory() as model:
                 make_model(model, shape)
                 other, policy = "duo", {"name": "duo", "pattern": [row] * shape.layers, "sink": SINK, "recent": RECENT}
@@ -231,6 +232,7 @@ def main() -> None:
     parser.add_argument("--read", type=int, default=0, help="measure `full` whose layers read so many tokens")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--contexts", type=int, nargs="+", help="tokens")
+    parser.add_argument("--layers", type=int, default=2, help="of the models whose decodes or prompts are timed")
     parser.add_argument("--steps", type=int, default=24, help="decode steps timed at each context")
     parser.add_argument("--block-size", type=int, default=32)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="OpenMP threads")
@@ -245,7 +247,7 @@ def main() -> None:
         case, timed = f"read {options.read}" if options.read else "duo", "A decode step at growing context"
         name = case.split()[0] + ("-prompts" if options.prompts else "")
         timed = "Prompts to their first token" if options.prompts else timed
-        title = f"{timed}, stock vLLM over {case} (medians), 2-layer Llamas in float32"
+        title = f"{timed}, stock vLLM over {case} (medians), {options.layers}-layer Llamas in float32"
         publish(options, name, title, latency_table, report)
 
 

@@ -80,7 +80,10 @@ def test_the_table_of_a_step_is_that_of_its_file(to_json):
     assert said in " ".join((ROOT / "docs/results.md").read_text().split())
 
 
-@pytest.mark.parametrize("name, module, table", [("host", "host", "table"), ("duo", "duo", "latency_table")])
+@pytest.mark.parametrize(
+    "name, module, table",
+    [("host", "host", "table"), ("duo", "duo", "latency_table"), ("duo-prompts", "duo", "latency_table")],
+)
 def test_tables_of_other_benchmarks_are_those_of_their_files(to_json, name, module, table):
     report = json.loads((ROOT / f"benchmarks/results/performance/{name}.json").read_text())
     assert getattr(importlib.import_module(module), table)(report) in (ROOT / "docs/results.md").read_text()
@@ -207,6 +210,9 @@ def test_the_tables_of_the_scheduler_are_those_of_their_file(to_json):
         ("one", "h2o", "NORM_SUM", 16, ".2f", "and {} of OpenVINO's ({})"),
         ("one", "h2o", "stock", 1, ".2f", "`h2o` gives {} of stock's tokens ({})"),
         ("one", "h2o", "full", 1, ".2f", "and {} of those of OpenVINO without eviction ({})"),
+        ("one-amx", "h2o", "stock", 16, ".2f", "`h2o` gives 16 requests {} times stock's tokens ({})"),
+        ("one-amx", "h2o", "NORM_SUM", 16, ".2f", "which are {} of OpenVINO's ({})"),
+        ("one-amx", "h2o", "stock", 1, ".2f", "one request {} of stock's ({})"),
     ],
 )
 def test_ratios_to_peers_are_those_of_their_files(name, ours, theirs, requests, form, said):
