@@ -20,6 +20,7 @@ POLICIES = {
     "h2o": {"name": "h2o", "budget": 192, "buffer": 64, "sink": 32, "recent": 64},
     "sink-window": {"name": "sink-window", "budget": 160, "buffer": 0, "sink": 32},
     "scissorhands": {"name": "scissorhands", "budget": 192, "buffer": 64, "sink": 32, "recent": 64, "window": 48},
+    "h2o-tokens": {"name": "h2o", "granularity": "token", "budget": 192, "buffer": 64, "sink": 32, "recent": 64},
     "snapkv-whole": {"name": "snapkv", "budget": 192, "buffer": 64, "sink": 32, "recent": 64, "prompt": "whole"},
 }
 
@@ -169,7 +170,7 @@ def test_the_pool_is_planned_for_both_chunks(async_engine):
 
 
 @pytest.mark.both_runners("h2o-False")
-@pytest.mark.parametrize("name, caching", [("h2o", False), ("sink-window", True)])
+@pytest.mark.parametrize("name, caching", [("h2o", False), ("sink-window", True), ("h2o-tokens", True)])
 def test_no_poison_with_steps_in_flight(async_engine, tiny, monkeypatch, name, caching):
     """A pool small enough to preempt, requests that come and go, freed blocks full of NaN."""
     check_poison_with_steps_in_flight(async_engine, tiny, monkeypatch, name, caching, 22)

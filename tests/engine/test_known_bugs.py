@@ -323,3 +323,15 @@ def test_a_baseline_crippled_to_look_good(script, monkeypatch):
     assert duo[0].pop("num_gpu_blocks_override") is None
     assert duo == [{k: v for k, v in stock[0].items() if k != "num_gpu_blocks_override"}, *stock[1:]]
     assert len(calls) == 6 and all(case == stock for case in calls.values())
+
+
+# --- only the first request of a process is compressed ---------------------------------------------------------------
+
+
+def test_only_the_first_request_of_a_process_is_compressed(engine):
+    server = engine(H2O, enable_prefix_caching=False)
+    prompt = random_prompt(400)
+    usages = [server.generate([prompt], max_tokens=30)[0].kv_usage for _ in range(3)]
+    assert usages[0].evicted_blocks > 0 and usages == [usages[0]] * 3
+    again = engine(H2O, enable_prefix_caching=False)  # and of a second engine
+    assert again.generate([prompt], max_tokens=30)[0].kv_usage == usages[0]

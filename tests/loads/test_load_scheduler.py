@@ -154,7 +154,8 @@ def freed_twice(monkeypatch):
     def and_again(self, *args):
         changed = rewrite(self, *args)
         if changed is not None:
-            self.block_pool.free_blocks([block for block in changed[0] if block.ref_cnt])
+            _, given_back, _ = changed
+            self.block_pool.free_blocks([block for block in given_back if block.ref_cnt])
         return changed
 
     monkeypatch.setattr(EvictableManager, "rewrite", and_again)

@@ -174,7 +174,7 @@ def assert_indexed(server):
         full = range(request.num_computed_tokens // BLOCK)
         blocks = torch.tensor([table[index].block_id for index in full if index not in on_host], dtype=torch.int64)
         keys, _ = next(iter(reach._store.read(blocks, False)))
-        assert torch.equal(stored_signs(keys), reach._index[0][blocks])
+        assert torch.equal(stored_signs(keys), reach.index.of_layers[0][blocks])
 
 
 @pytest.mark.parametrize("kind, drafts", [("offloading", None), ("simple", None), ("offloading", NGRAM)])

@@ -441,3 +441,22 @@ def test_a_request_pins_the_start_of_its_prompt(engine):
     }
     assert held[pinned][: 96 // BLOCK] == list(range(96 // BLOCK)) != held[plain][: 96 // BLOCK]
     server.assert_nothing_left()
+
+
+def test_no_request_holds_more_than_the_servers_bound(engine):
+    """Whatever a request may ask for keeps within what admission and the pool were planned with."""
+    policy = {"name": "h2o", "budget": 200, "buffer": 40, "sink": 20, "recent": 50}
+    server = engine(policy, enable_prefix_caching=False)
+    bound = math.ceil((200 + 40) / BLOCK)
+    held = []
+
+    def check(server):
+        held.extend(len(server.held_by(request.request_id)) for request in server.scheduler.running)
+
+    for extra_args in ({}, {"kv_policy": "sink-window"}, {"kv_budget": 200}, {"kv_budget": 224}, {"kv_budget": 0.5}):
+        try:
+            server.add(random_prompt(250), max_tokens=100, extra_args=extra_args)
+        except VLLMValidationError:
+            assert extra_args == {"kv_budget": 224}  # may as well be refused
+    server.run(check)
+    assert max(held) == bound

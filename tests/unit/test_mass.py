@@ -132,6 +132,8 @@ SHAPES = [  # heads, dim, block size, dtype, layout, batch
     ((7, 1), 32, 32, BF16, "amx", MIXED),
     ((2, 2), 128, 32, F16, "vec", DECODE),
     ((8, 1), 128, 16, F16, "vec16", PREFILL),
+    ((9, 3), 18, 80, F32, "vec", MIXED),  # no whole vectors
+    ((4, 1), 38, 144, F32, "vec", PREFILL),
     ((4, 2), 64, 32, E4M3, "vec", MIXED),
     ((14, 2), 128, 48, E4M3, "vec", PREFILL),
     ((5, 1), 96, 64, E5M2, "vec", MIXED),

@@ -136,6 +136,7 @@ class Source(Part):
     def told(self) -> Mapping[str, Any]:
         """Return what the worker tells the scheduler of the step: attribute of a `ModelRunnerOutput` -> value.
 
-        A device's numbers are valid only after the event of the next `transfer.copied`.
+        At most one KV group has an attribute. A device's numbers are valid only after the event of the next
+        `transfer.copied`.
         """
         return {}
