@@ -252,9 +252,9 @@ def test_a_full_pool_has_no_copies_to_give(engine):
     assert [block.block_id for block in table[:3]] == published and subject.free_blocks == 2
     for block in table[:3]:
         block.ref_cnt -= 1
-    assert rewrite(req_id, np.array([3])) == ([], []) and not manager.changes, "it is its own, and may stay"
+    assert rewrite(req_id, np.array([3])) == ({3: table[3].block_id}, [], []) and not manager.changes, "may stay"
     table[3].ref_cnt += 1
-    (block,), _ = rewrite(req_id, np.array([3]))
+    _, (block,), _ = rewrite(req_id, np.array([3]))
     assert set(manager.take_changes()[req_id]) == {3} and block.ref_cnt == 1 and table[3] is not block, (
         "another request holds it"
     )
