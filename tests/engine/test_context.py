@@ -259,12 +259,12 @@ def test_a_full_pool_has_no_copies_to_give(engine):
         "another request holds it"
     )
     subject.pool.free_blocks([block])
-    given_back, _ = rewrite(req_id, np.array([0, 3]))
+    _, given_back, _ = rewrite(req_id, np.array([0, 3]))
     moved = manager.take_changes()[req_id]
     assert set(moved) == {0} and [block.block_id for block in given_back] == published[:1]
     assert moved[0] == table[0].block_id and table[0].block_hash is None and table[0].ref_cnt == 1
     taken += subject.pool.get_new_blocks(subject.free_blocks - 1)
-    given_back, _ = rewrite(req_id, np.array([1, 2]))
+    _, given_back, _ = rewrite(req_id, np.array([1, 2]))
     assert set(manager.take_changes()[req_id]) == {1} and [block.block_id for block in given_back] == published[1:2], (
         "one copy has room"
     )
