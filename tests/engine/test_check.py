@@ -46,7 +46,7 @@ STARTED = {
     "llama in small blocks": ("llama", {"name": "sink-window", "budget": 512}, {"block_size": 32}),
     "llama under pressure": ("llama", "h2o-pressure", {}),
     "hybrid": ("hybrid", H2O, {}),
-    "MLA": ("mla", H2O, {}),
+    "MLA": ("mla", H2O, {"dtype": "bfloat16"}),  # vLLM's backend on a CPU with AMX has no float32
     "Gemma 4": ("gemma4", H2O, {}),
 }
 REFUSED = {
