@@ -62,6 +62,7 @@ def test_the_cost_of_the_host_beside_dropping_is_that_of_its_file():
         pairs = zip(runs["h2o ema, budget"], those, strict=True)
         assert said.format(*(f"{h2o['cpu_seconds'] / own['cpu_seconds']:.2f}" for h2o, own in pairs)) in page
         assert all(all(run["found"]) for run in those)
+        assert " | {:.1f}, {:.1f} | ".format(*(run["cpu_seconds"] for run in those)) in page
 
 
 def test_the_table_past_the_models_context_is_that_of_its_file(to_json):
