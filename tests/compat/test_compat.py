@@ -36,7 +36,7 @@ from vllm_evict.core.usage import KVUsage
 from vllm_evict.integration import plugin
 from vllm_evict.integration.engine.carriers import EvictionOutput, EvictionOutputs, EvictionStats
 from vllm_evict.integration.engine.scheduler import AsyncEvictionScheduler, EvictionScheduler
-from vllm_evict.integration.engine.tally import COUNTERS
+from vllm_evict.integration.engine.tally import METRICS
 from vllm_evict.integration.frontend import entrypoints
 from vllm_evict.integration.frontend.usage import watch
 from vllm_evict.integration.start import activation
@@ -138,7 +138,7 @@ def test_usage_and_counts_travel_beside_vllms_own_fields():
     usage = KVUsage("h2o", 192, 7, 224, 3, 96)
     plain = EngineCoreOutput("b", [7], kv_transfer_params={"theirs": 1})
     outputs = [EvictionOutput.of(EngineCoreOutput("a", [5, 6], finish_reason=FinishReason.STOP), usage), plain]
-    stats = EvictionStats(num_running_reqs=2, kv_connector_stats={"theirs": 2}, kv_evict={"h2o": {"evicted": 3}})
+    stats = EvictionStats(num_running_reqs=2, kv_connector_stats={"theirs": 2}, kv_evict={"h2o": {"": {"evicted": 3}}})
     sent = MsgpackEncoder().encode(EngineCoreOutputs(outputs=outputs, scheduler_stats=stats, timestamp=1.0))
     ours, theirs = MsgpackDecoder(EvictionOutputs).decode(sent), MsgpackDecoder(EngineCoreOutputs).decode(sent)
     assert [output.kv_usage for output in ours.outputs] == [usage, None] and ours.scheduler_stats == stats
@@ -404,7 +404,8 @@ def test_metrics_are_of_the_classes_that_vllms_own_have(tiny):
     manager = StatLoggerManager(config, custom_stat_loggers=[Own])
     assert made["vllm:generation_tokens"] is OwnCounter and made["vllm:num_requests_running"] is OwnGauge
     ours = {name: cls for name, cls in made.items() if name.startswith("vllm:kv_evict")}
-    assert ours == {**{name: OwnCounter for name, _ in COUNTERS.values()}, "vllm:kv_evict_blocks_resident": OwnGauge}
-    manager.kv_evict_metrics.record({"h2o": {**dict.fromkeys(COUNTERS, 0), "evicted": 3, "resident": 2}}, 0)
+    classes = {"counter": OwnCounter, "gauge": OwnGauge}
+    assert ours == {f"vllm:kv_evict_{metric.name}": classes[metric.kind] for metric in METRICS.values()}
+    manager.kv_evict_metrics.record({"h2o": {"": {"evicted": 3, "resident": 2}}}, 0)
     labels = {"model_name": config.model_config.served_model_name, "engine": "0", "policy": "h2o"}
     assert REGISTRY.get_sample_value("vllm:kv_evict_blocks_evicted_total", labels) == 3

@@ -460,8 +460,8 @@ def test_figures_are_shown_and_the_target_is_judged(engine, audited, monkeypatch
     settle(server)
     server.generate([random_prompt(40)], max_tokens=2, extra_args={"kv_policy": "full"})
     totals = server.scheduler.part(Audits)._totals
-    assert totals[False]["requests"] >= 4 and totals[False]["identical"] == totals[False]["requests"]
-    assert totals[True]["requests"] > 30 and totals[True]["identical"] < totals[True]["requests"]
+    assert totals[False]["audited"] >= 4 and totals[False]["identical"] == totals[False]["audited"]
+    assert totals[True]["audited"] > 30 and totals[True]["identical"] < totals[True]["audited"]
     said = [message for message in messages if "answers audited" in message]
     warned = [message for message in messages if "expected the target" in message]
     assert len(said) == 2 and "lost blocks, full attention gives" in said[0]

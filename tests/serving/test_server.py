@@ -18,7 +18,8 @@ import openai
 import pytest
 from ports import reserve_port
 
-from vllm_evict.integration.engine.tally import AUDIT_COUNTERS, AUDIT_SKIPPED, AUDIT_TARGET, HOST_COUNTERS, HOST_GAUGES
+from vllm_evict.integration.engine.audits import Audits
+from vllm_evict.integration.engine.reaching import Reaching
 
 pytestmark = pytest.mark.minutes
 
@@ -139,15 +140,11 @@ def test_the_dashboard_asks_for_metrics_that_are_there(server):
     asked = {
         query for panel in json.loads(board)["panels"] for target in panel["targets"] for query in [target["expr"]]
     }
-    # Metrics of servers with evict: host, which have the labels of the others.
-    on_host = {name.replace("_total", "") + "_total" for name, _ in HOST_COUNTERS.values()}
-    labels |= dict.fromkeys(
-        on_host | {name for name, _ in HOST_GAUGES.values()}, labels["vllm:kv_evict_blocks_resident"]
-    )
-    # Metrics of servers with audit.
-    shared = labels["vllm:kv_evict_blocks_resident"]
-    labels |= {f"{name}_total": {*shared, "kept"} for name, _ in AUDIT_COUNTERS.values()}
-    labels |= {f"{AUDIT_SKIPPED[0]}_total": {*shared, "reason"}, AUDIT_TARGET[0]: shared}
+    # Metrics of servers with evict: host, or with audit.
+    shared, shown = labels["vllm:kv_evict_blocks_resident"], [*Reaching.metrics.values(), *Audits.metrics.values()]
+    for metric in (each for each in shown if each.name != "audit_share"):
+        total = "_total" * (metric.kind == "counter")
+        labels[f"vllm:kv_evict_{metric.name}{total}"] = {*shared, *filter(None, [metric.label])}
     for query in asked:
         by = {*re.findall(r"by \((\w+)\)", query), *re.findall(r"(\w+)=~", query)}
         assert all(by <= labels[name] for name in re.findall(r"vllm:\w+", query)), query

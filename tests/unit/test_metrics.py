@@ -4,7 +4,8 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from vllm_evict.config import KVPolicyConfig
-from vllm_evict.integration.engine.tally import Tally
+from vllm_evict.integration.engine.mechanisms import KINDS
+from vllm_evict.integration.engine.tally import METRICS, Tally
 from vllm_evict.integration.frontend.metrics import PrometheusMetrics
 
 H2O = {"name": "h2o", "allow": ["full"], "audit": 0.5, "target": 0.9}
@@ -23,7 +24,7 @@ def shown(request):
         return Gauge(name, help, labels, registry=registry)
 
     policy = KVPolicyConfig.parse(getattr(request, "param", H2O))
-    metrics = PrometheusMetrics("m", [0], policy, counter, gauge)
+    metrics = PrometheusMetrics("m", [0], policy, KINDS, counter, gauge)
 
     def record(counts):
         metrics.record(counts, 0)
@@ -35,6 +36,11 @@ def shown(request):
         }
 
     return record
+
+
+def test_no_two_mechanisms_count_under_one_key():
+    keys = [key for each in (METRICS, *(kind.metrics for kind in KINDS)) for key in each]
+    assert len(keys) == len({*keys}) == 32
 
 
 def test_policies_without_requests_are_not_sent_and_show_nothing_held(shown):
@@ -59,7 +65,7 @@ def test_policies_without_requests_are_not_sent_and_show_nothing_held(shown):
 @pytest.mark.parametrize("shown", [HOST], indirect=True)
 def test_host_blocks_are_sent_for_a_policy_without_requests(shown):
     tally = Tally()
-    tally.hold("full", used=4, block_bytes=100)
+    tally.hold("full", used=4, bytes=400)
     found = shown(tally.take({}))
     assert (found["host_blocks", "full"], found["host_bytes", "full"], found["blocks_resident", "full"]) == (4, 400, 0)
 
@@ -69,10 +75,10 @@ def test_audits_are_shown_by_policy_and_share_kept(shown):
     found = shown(tally.take({}))
     assert (found["audit_share", "h2o"], found["audit_target", "h2o"]) == (0.5, 0.9)
     assert found["audit_requests_total", "h2o", "all"] == found["audit_requests_total", "h2o", "10-25"] == 0
-    tally.audit("h2o", "10-25", requests=1, identical=True, tokens=8, agreed=8, gap=0.0, measured=1, missed_mass=0.25)
-    tally.audit("h2o", "10-25", requests=1, identical=False, tokens=4, agreed=3, gap=0.75)
-    tally.audit("h2o", "all", sampled_requests=1, sampled_tokens=5, surprise=2.5, expected=3.0)
-    tally.skip("full", "grammar")
+    tally.add("h2o", "10-25", audited=1, identical=True, tokens=8, agreed=8, gap=0.0, measured=1, missed_mass=0.25)
+    tally.add("h2o", "10-25", audited=1, identical=False, tokens=4, agreed=3, gap=0.75)
+    tally.add("h2o", "all", sampled_requests=1, sampled_tokens=5, surprise=2.5, expected=3.0)
+    tally.add("full", "grammar", skipped=1)
     found = shown(tally.take({}))
     assert found["audit_requests_total", "h2o", "10-25"] == 2
     assert found["audit_identical_total", "h2o", "10-25"] == 1

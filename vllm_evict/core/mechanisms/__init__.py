@@ -1,6 +1,6 @@
 """Mechanisms that decide on blocks (docs/design.md, "Mechanisms and actions")."""
 
-from .base import Group, Mechanism, SchedulerView, Step
+from .base import Group, Mechanism, Metric, SchedulerView, Step
 from .budget import Budget
 from .context import Context
 from .pressure import Pressure
@@ -14,6 +14,7 @@ __all__ = [
     "Context",
     "Group",
     "Mechanism",
+    "Metric",
     "Pressure",
     "Profiles",
     "SchedulerView",

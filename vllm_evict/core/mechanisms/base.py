@@ -148,6 +148,23 @@ class Misses:
     count = 0
 
 
+class Metric(NamedTuple):
+    """What /metrics shows of each policy.
+
+    Attributes:
+        name, help: of the metric; the name comes after `vllm:kv_evict_`.
+        kind: "counter", "gauge", or "field": a gauge that shows the policy's field of the metric's key, if it has one.
+        label: of its series, beside the model's, the engine's and the policy's; "" for none.
+        values: of the label, whose series are there from the start.
+    """
+
+    name: str
+    help: str
+    kind: str = "counter"
+    label: str = ""
+    values: Sequence[str] = ("",)
+
+
 class Mechanism(ABC):
     """One way in which requests lose blocks, get them back, or have them moved; or what follows from that.
 
@@ -156,7 +173,13 @@ class Mechanism(ABC):
 
     Args:
         view: the scheduler.
+
+    Attributes:
+        metrics: what servers that need the mechanism show beside others, by key: a mechanism counts under these keys
+            (`integration.engine.tally`). No two mechanisms have one key.
     """
+
+    metrics: Mapping[str, Metric] = {}
 
     def __init__(self, view: SchedulerView) -> None:
         self.view = view

@@ -21,9 +21,9 @@ from vllm.v1.request import Request, RequestStatus
 
 from ...config import NEVER, KVPolicyConfig
 from ...core.actions import Action
-from ...core.audit import CONTROL, Verdict, kept_label, missed_mass, wilson
+from ...core.audit import CONTROL, KEPT, Verdict, kept_label, missed_mass, wilson
 from ...core.blocks import RequestBlocks
-from ...core.mechanisms import Mechanism, Step
+from ...core.mechanisms import Mechanism, Metric, Step
 from ...core.plan import SCORED, EvictionPlan, Reports, ScoredRows, Scoring
 from ..start.capabilities.refuse import measures_mass
 from .hits import Hit
@@ -119,6 +119,11 @@ def unfit(request: Request) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
+def _by_share(name: str, help: str) -> Metric:
+    """Return a counter of audits, by the share of its blocks that a request kept."""
+    return Metric(f"audit_{name}", help, label="kept", values=(CONTROL, *KEPT))
+
+
 class Audits(Mechanism):
     """All audits of one scheduler.
 
@@ -132,6 +137,27 @@ class Audits(Mechanism):
         most_tokens: most tokens of answers that wait, their prompts included.
         told: called with each answer that was drawn, and its verdict, or why it has none.
     """
+
+    metrics = {
+        "audited": _by_share("requests", "Greedy answers that full attention has scored."),
+        "identical": _by_share("identical", "Of these, answers that full attention gives too."),
+        "changed": _by_share("changed", "Of these, answers with a token that it clearly would not give."),
+        "tokens": _by_share("tokens", "Tokens of these answers."),
+        "agreed": _by_share("tokens_agreed", "Tokens that full attention prefers to all others."),
+        "gap": _by_share("gap_nats", "Nats by which it prefers its own tokens, summed over tokens."),
+        "sampled_requests": _by_share("sampled_requests", "Sampled answers that full attention has scored."),
+        "sampled_tokens": _by_share("sampled_tokens", "Tokens of sampled answers."),
+        "surprise": _by_share("surprise_nats", "Nats by which sampled tokens surprise full attention, summed."),
+        "expected": _by_share("expected_nats", "The same had full attention sampled them: entropy, summed."),
+        "measured": _by_share("measured", "Answers whose attention to lost blocks was measured."),
+        "missed_mass": _by_share("missed_mass", "Shares of attention that answers pay to lost blocks, summed."),
+        "computed_tokens": _by_share("computed_tokens", "Tokens computed to score answers."),
+        "skipped": Metric(
+            "audit_skipped", "Answers that were drawn for an audit and have none, by reason.", "counter", "reason", ()
+        ),
+        "audit": Metric("audit_share", "Share of answers that are drawn for an audit.", "field"),
+        "target": Metric("audit_target", "Share of audited answers that should be identical.", "field"),
+    }
 
     def __init__(self, scheduler: EngineView) -> None:
         super().__init__(scheduler)
@@ -200,7 +226,7 @@ class Audits(Mechanism):
 
     def _skip(self, answer: AuditedAnswer, why: str) -> None:
         self._skips[why] += 1
-        self._scheduler.tally.skip(answer.policy, why)
+        self._scheduler.tally.add(answer.policy, why, skipped=1)
         if self.told is not None:
             self.told(answer, why)
 
@@ -352,17 +378,17 @@ class Audits(Mechanism):
         if missed is not None:
             counts |= {"measured": 1, "missed_mass": missed}
         if answer.greedy:
-            counts |= {"requests": 1, "identical": verdict.identical, "changed": verdict.changed}
+            counts |= {"audited": 1, "identical": verdict.identical, "changed": verdict.changed}
             counts |= {"tokens": verdict.tokens, "agreed": verdict.agreed, "gap": verdict.gap}
         else:
             counts |= {"sampled_requests": 1, "sampled_tokens": verdict.tokens}
             counts |= {"surprise": verdict.surprise, "expected": verdict.expected}
-        self._scheduler.tally.audit(answer.policy, answer.kept, **counts)
+        self._scheduler.tally.add(answer.policy, answer.kept, **counts)
         lost = answer.kept != CONTROL
         self._totals[lost].update(counts)
         if lost and answer.greedy and verdict.first is not None:
             self._firsts.append(verdict.first)
-        if sum(each["requests"] + each["sampled_requests"] for each in self._totals.values()) % SAID_EVERY == 0:
+        if sum(each["audited"] + each["sampled_requests"] for each in self._totals.values()) % SAID_EVERY == 0:
             self._say()
         self._judge_target()
         if self.told is not None:
@@ -373,7 +399,7 @@ class Audits(Mechanism):
         parts = []
         for lost, whose in ((True, "lost blocks"), (False, "lost none")):
             counts = self._totals[lost]
-            if n := int(counts["requests"]):
+            if n := int(counts["audited"]):
                 low, high = wilson(counts["identical"], n)
                 part = f"of {n} that {whose}, full attention gives {int(counts['identical'])} as they are "
                 part += f"({low:.0%} to {high:.0%}) and clearly others for {int(counts['changed'])}"
@@ -395,14 +421,14 @@ class Audits(Mechanism):
     def _judge_target(self) -> None:
         """Warn once if fewer answers are identical than the target says, beyond chance."""
         target, counts, control = self.view.kv_policy.target, self._totals[True], self._totals[False]
-        if target is None or self._warned or (n := int(counts["requests"])) < FEWEST:
+        if target is None or self._warned or (n := int(counts["audited"])) < FEWEST:
             return
         low, high = wilson(counts["identical"], n)
         if high >= target:
             return
         self._warned = True
         same = ""
-        if seen := int(control["requests"]):
+        if seen := int(control["audited"]):
             same = f" Of {seen} answers that lost nothing {int(control['identical'])} are identical."
         logger.warning(
             "KV policies got %d of %d audited answers identical to those of full attention (%.3f to %.3f); expected "

@@ -19,7 +19,7 @@ from ...config import NEVER
 from ...core.actions import Action, Applied
 from ...core.blocks import RequestBlocks
 from ...core.host_pool import Copy, HostPool
-from ...core.mechanisms import Staging
+from ...core.mechanisms import Metric, Staging
 from ...core.mechanisms.staging import room_to_come
 from ...core.plan import COUNTED, READ_ON_HOST, EvictionPlan, RoomOf
 from ...core.residence import Arriving
@@ -45,6 +45,19 @@ class Reaching(Staging):
     Args:
         scheduler: an `EvictionMixin`, with one KV group.
     """
+
+    metrics = {
+        "spilled": Metric("blocks_spilled", "Evicted KV blocks that were copied to the host."),
+        "hit": Metric("host_blocks_hit", "Blocks of requests' prefixes that the host had for them."),
+        "fetched": Metric("host_blocks_fetched", "Host blocks that layers of decodes copied into rooms."),
+        "in_room": Metric("host_blocks_in_room", "Host blocks that layers of decodes chose, and rooms had."),
+        "cut": Metric("host_blocks_cut", "Host blocks in whose place layers read others, as fetch bounds them."),
+        "used": Metric("host_blocks", "Host blocks that hold KV blocks, under the server's policy.", "gauge"),
+        "unused": Metric("host_blocks_cached", "Of these, blocks that are kept as prefixes alone.", "gauge"),
+        "bytes": Metric(
+            "host_bytes", "Bytes of the host blocks that hold KV blocks, under the server's policy.", "gauge"
+        ),
+    }
 
     def __init__(self, scheduler: EngineView) -> None:
         super().__init__(scheduler)
@@ -337,7 +350,8 @@ class Reaching(Staging):
                 self.view.count(blocks, **dict(zip(COUNTED, counts.tolist(), strict=True)))
 
     def before_stats(self) -> None:
-        self._scheduler.tally.hold(self._scheduler.kv_policy.name, self.pool.used, self.block_bytes, self.pool.unused)
+        name, used, unused = self._scheduler.kv_policy.name, self.pool.used, self.pool.unused
+        self._scheduler.tally.hold(name, used=used, unused=unused, bytes=used * self.block_bytes)
 
 
 def _moved(action: Action) -> list[int]:

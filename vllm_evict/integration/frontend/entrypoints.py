@@ -410,17 +410,14 @@ def hook_loggers(module: ModuleType) -> None:
         init(self, vllm_config, *args, **kwargs)
         self.kv_evict_metrics = None
         if (policy := _server_policy(vllm_config)) is not None:
+            from ..engine.mechanisms import KINDS
+
             # After vLLM's Prometheus logger, which unregisters every metric called vllm:*.
             name = vllm_config.model_config.served_model_name
             # There is one: vLLM's, or the one that was given in its place (Ray's).
             beside = next(each for each in self.stat_loggers if isinstance(each, module.PrometheusStatLogger))
-            self.kv_evict_metrics = PrometheusMetrics(
-                name,
-                self.engine_indexes,
-                policy,
-                beside._counter_cls,
-                beside._gauge_cls,
-            )
+            classes = beside._counter_cls, beside._gauge_cls
+            self.kv_evict_metrics = PrometheusMetrics(name, self.engine_indexes, policy, KINDS, *classes)
 
     @functools.wraps(record)
     def recorded(self: Any, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
