@@ -200,7 +200,7 @@ def table(report: dict) -> str:
 
 
 def page_tables(report: dict) -> list[list[str]]:
-    """Return the tables of docs/results.md: steps by requests and by tokens, and bytes."""
+    """Return tables of steps by requests, which docs/results.md has, of steps by tokens, and of bytes."""
     by_requests, by_tokens = [f"{each} x {TOKENS}" for each in REQUESTS], [f"1 x {each}" for each in LENGTHS]
     many = name_of(*MANY)
     return [

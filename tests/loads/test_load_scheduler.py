@@ -1,6 +1,6 @@
 """The load on the scheduler without a model (tests/loads): a part of it on every push, and that it finds what is wrong.
 
-The whole of it: `python -m tests.harness.loads.scheduler --requests 100000`.
+The whole of it: `python tests/harness/loads/scheduler.py --requests 100000`.
 """
 
 from collections import Counter
@@ -36,7 +36,7 @@ def held(maker, programs):
         try:
             counts.update(run(program))
         except Fault as fault:
-            command = "`python -m tests.harness.loads.scheduler --replay`"
+            command = "`python tests/harness/loads/scheduler.py --replay`"
             pytest.fail(f"{fault}\nshortened, for {command}:\n{shortest(program, fault, 20)}")
     return counts
 

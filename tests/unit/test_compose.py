@@ -112,3 +112,11 @@ def test_a_plan_travels_whole_and_drops_all_that_it_says_of_a_request():
             of_requests["a"] = each.name
     plan.forget("a")
     assert told == GroupPlan() and not plan.orders
+
+
+def test_a_plan_drops_orders_that_came_after_it_dropped_as_many():
+    plan = EvictionPlan([GroupPlan()], [Order("a", 0)])
+    plan.forget("a")
+    plan.orders.append(Order("b", 0))
+    plan.forget("b")
+    assert not plan.orders

@@ -218,6 +218,7 @@ class EvictionPlan:
             group.forget(req_id)
         if req_id in self._ordering():
             self.orders = [order for order in self.orders if order.req_id != req_id]
+            self._ordered = 0, frozenset()
 
     def _ordering(self) -> Set[str]:
         """Return the requests that the plan has orders for. Of many requests that end at once, few have any."""

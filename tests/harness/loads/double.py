@@ -280,8 +280,9 @@ class Worker:
                 expected = after.pop((req_id, number), table)
                 if [block if at not in holes else 0 for at, block in enumerate(expected)] != table[: len(expected)]:
                     raise Fault("tables", f"{req_id}, group {group}: {table}, its orders say {expected}")
-        if after:
-            raise Fault("tables", f"orders without changes of tables: {after}")
+        for (req_id, number), expected in after.items():  # blocks that are written where they are
+            if expected != (table := self.rows[req_id].tables[self.groups[number]])[: len(expected)]:
+                raise Fault("tables", f"{req_id}, group {number}: {table} without a change, its orders say {expected}")
         for req_id in new:
             row = self.rows[req_id]
             following, row.following = row.following, None

@@ -130,7 +130,7 @@ class Invariants(HostInvariants):
             for manager, decided in zip(self.evictable, due):
                 resident = manager.residents[req_id]
                 limits, policy = resident.limits, resident.config.policy
-                waits = policy.profiles or (policy.reconstructs and resident.of(Scored).scores is None)
+                waits = bool(policy.profiles) or (policy.reconstructs and resident.of(Scored).scores is None)
                 waits |= resident.config.prompt == "whole" and settled < request.num_prompt_tokens
                 if limits is None or resident.under_pressure or waits or resident.of(Misses).count:
                     break

@@ -18,8 +18,8 @@
 
 From the command line, from the project's root:
 
-    python -m tests.harness.loads.scheduler --requests 100000           # random programs, policies in turn
-    python -m tests.harness.loads.scheduler --replay program.json       # one that was printed
+    python tests/harness/loads/scheduler.py --requests 100000           # random programs, policies in turn
+    python tests/harness/loads/scheduler.py --replay program.json       # one that was printed
 """
 
 import argparse
@@ -36,6 +36,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path.remove(str(Path(__file__).parent))
+
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -46,6 +50,13 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 
+from loads.contents import Fault, Row, prompt_tokens
+from loads.double import Worker
+from loads.engines import make_hasher, make_scheduler
+from loads.host import HostTier
+from loads.invariants import Invariants
+from loads.program import STOP, Maker, Op, Program
+from loads.shrink import shrink
 from vllm_evict.config import KVPolicyError
 from vllm_evict.core.mechanisms import Pressure
 from vllm_evict.core.plan import PLAN
@@ -53,14 +64,6 @@ from vllm_evict.integration.engine.audits import Audits
 from vllm_evict.integration.engine.reaching import Reaching
 from vllm_evict.integration.engine.reconstruction import Reconstructions
 from vllm_evict.policies import POLICIES
-
-from .contents import Fault, Row, prompt_tokens
-from .double import Worker
-from .engines import make_hasher, make_scheduler
-from .host import HostTier
-from .invariants import Invariants
-from .program import STOP, Maker, Op, Program
-from .shrink import shrink
 
 
 class Simulation(Invariants):
@@ -366,7 +369,7 @@ class Simulation(Invariants):
         def watched(*args: Any, **kwargs: Any) -> Any:
             stats = make_stats(*args, **kwargs)
             if stats is not None:
-                self._shown |= {policy: counts["resident"] for policy, counts in stats.kv_evict.items()}
+                self._shown |= {policy: counts[""]["resident"] for policy, counts in stats.kv_evict.items()}
                 held: Counter[str] = sum((manager.held for manager in self.evictable), Counter())
                 if +Counter(self._shown) != held:
                     raise Fault("books", f"/metrics shows {self._shown}, requests hold {dict(held)}")
