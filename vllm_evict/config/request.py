@@ -74,7 +74,7 @@ class Requests(Frozen):
             return self
         if name == "full":
             if sizes:
-                why = "has the sizes of the server here" if self.reaches else "keeps everything"
+                why = "keeps everything" if self.keeps_all or self.name != name else "has the sizes of the server here"
                 raise KVPolicyError(f"kv_policy 'full' {why}: it takes no {next(iter(sizes))}")
             return type(self)(name="full")
         if self.allocator.splits == "classes":

@@ -155,7 +155,7 @@ class KVPolicyConfig(Sizes, Groups, Requests):
         """Names of the policies that requests may pick."""
         if self.allow is not None:
             return frozenset(self.allow) | {self.name}
-        if self.reaches or (self.name == "full" and self.sparse):
+        if self.name == "full" and (self.sparse or not self.keeps_all):
             return frozenset({self.name})
         # A reconstruction costs a second pass and room for the whole prompt, so only the server can enable it.
         whole = {name for name, policy in REGISTRY.items() if not policy.reconstructs and not policy.allocator.splits}

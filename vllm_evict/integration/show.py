@@ -157,7 +157,7 @@ def run(model: str, config: KVPolicyConfig, text: str, max_tokens: int, options:
         KVPolicyError: the policy evicts in another way, or the prompt is too long.
     """
     for refused, what in (
-        (config.name == "full" and not config.reaches, "full, which evicts nothing"),
+        (config.keeps_all, "full, which evicts nothing"),
         (any(part.granularity == "token" for part in config.classes.values()), "granularity: token"),
         (config.context is not None, "a context"),
         (config.sparse_heads, "read, which full attention would follow too"),
