@@ -15,9 +15,12 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_evict.compute.attention.ops import ops_for
+from vllm_evict.compute.compose import compose
 from vllm_evict.compute.graphs import Attends
+from vllm_evict.compute.holes import Holes
 from vllm_evict.compute.kernels.mass import kernel_path
 from vllm_evict.compute.runtime import EvictionRuntime
+from vllm_evict.compute.shape import Shape
 from vllm_evict.compute.source import Source
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.integration.start import drafters
@@ -308,15 +311,13 @@ def test_the_log_says_that_decodes_which_read_less_are_the_plugins():
         compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.NONE),
         cache_config=SimpleNamespace(block_size=32),
     )
-    group = SimpleNamespace(
-        decodes=True,
-        block_size=32,
-        shape=SimpleNamespace(graph_tokens=4096),
-        source=SimpleNamespace(kept_bytes=3 << 20, reads_all=False, cuts=False),
-    )
+    policy, store = KVPolicyConfig.parse({"name": "full", "read": 256}), SimpleNamespace(read=None)
+    shape = Shape(32, 1, 4096, 1, 1)
+    group = SimpleNamespace(decodes=True, shape=shape, source=compose(policy, shape, store, Holes(32)).source)
+    group.source.index.of_layers = [torch.empty(3 << 20, dtype=torch.uint8)]
     runtime = EvictionRuntime([group], ops_for("CPU_ATTN"))
     runtime.settle(decodes=True, outruns=False, exact=False)
-    told = kernels_line(config, KVPolicyConfig.parse({"name": "full", "read": 256}), runtime, "CPU_ATTN")
+    told = kernels_line(config, policy, runtime, "CPU_ATTN")
     assert "the plugin's kernel decodes requests that read less; CPU_ATTN's own kernel attends to all others" in told
     assert "; decodes read 8 blocks at most" in told and "; the index of keys takes 3 MiB" in told
 

@@ -39,6 +39,9 @@ class Reach(Choosing):
         host: has the host blocks, once memory is allocated.
     """
 
+    whose, prompts = "requests that read blocks of the host", "prompts longer than their budget"
+    beside_graphs = ", but for requests that read the host"
+
     def __init__(self, config: KVPolicyConfig, shape: Shape, store: Store, index: BlockIndex, host: HostCopies) -> None:
         limits = config.limits(shape.block_size, shape.max_model_len)
         assert limits is not None  # it would be stock's

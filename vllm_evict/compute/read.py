@@ -36,6 +36,7 @@ class Read(Choosing):
     a cached prefix has the index of its blocks.
     """
 
+    whose = "requests that read less"
     #: Own blocks of tiles in the step; None: it has no tiles.
     _own: OwnBlocks | None = None
     #: The batch of a step, and its rows that read less: layers that write the table change what it says of them.
@@ -53,6 +54,11 @@ class Read(Choosing):
         super().__init__(config, shape, store, index, max(self._room_of.blocks, prompts))
         #: Slots of tiles, which keep nothing from step to step.
         self._of_tiles, self._slots = self._slots[requests:], self._slots[:requests]
+
+    @property
+    def described(self) -> str:
+        blocks, sinks, recent = self._config.read_blocks(self.block_size)
+        return f"decodes read {blocks} blocks at most, {sinks + recent} of them sinks and recent blocks"
 
     @property
     def writes(self) -> bool:

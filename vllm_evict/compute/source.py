@@ -79,6 +79,8 @@ class Source(Part):
         loads: whether a connector brings blocks that no step has computed.
         outgrowing: requests whose prompts end with holes. Where prompts need not be the backend's to the bit, the
             plugin's kernel attends for them from their first chunk on.
+        whose, prompts: requests that do not read all resident blocks, and those in `outgrowing`, as the log names them.
+        beside_graphs: what the log says of requests that replay no full graph, where others do.
     """
 
     reads_all = True
@@ -87,6 +89,12 @@ class Source(Part):
     cuts = False
     loads = False
     outgrowing: Set[str] = frozenset()
+    whose = prompts = beside_graphs = ""
+
+    @property
+    def described(self) -> str:
+        """Words of the log about what decodes read; "" for none."""
+        return ""
 
     def fits_graph(self, requests: Set[str]) -> bool:
         """Return whether a full graph can read what a decode step of these requests reads."""

@@ -44,7 +44,7 @@ def _measured(config: Any) -> list[Any]:
 ANY = Feature("any policy", lambda config: True, "leave --kv-policy out", "{}")
 EVICTS = Feature(
     "any policy but `full`",
-    lambda config: config.allowed != {"full"} or config.reaches or config.sparse_heads,
+    lambda config: config.allowed != {"full"} or not config.keeps_all or config.sparse_heads,
     'use {"name": "full", "allow": []}, which evicts nothing, or leave --kv-policy out for this model',
     "{}",
 )

@@ -90,7 +90,7 @@ class Sizes(Frozen):
     @property
     def keeps_all(self) -> bool:
         """Whether a request keeps all its blocks on the device."""
-        return self.name == "full" and not self.reaches
+        return self.name == "full" and self.evict == "drop"
 
     def _most(self, size: str) -> int:
         """Return the tokens of `sink` or `recent` as given, or as the policy has them in a budget of any size."""

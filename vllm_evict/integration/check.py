@@ -129,7 +129,7 @@ def accepted(flags: Sequence[str]) -> list[str]:
     held = describe.held_before_layers(config, vllm_config)
     unknown = "KV groups, and backends and sizes of single layers"
     untried = list(arguments.unread)
-    if config.reaches and vllm_config.device_config.device_type != "cpu":
+    if config.host is not None and vllm_config.device_config.device_type != "cpu":
         untried.append(f"memory for host ({config.host} bytes of each engine)")
     return [
         f"{describe.facts(config, held or '', vllm_config)}; attention backend {backend}",

@@ -12,6 +12,7 @@ from ...core.actions import Applied
 from ...core.blocks import RequestBlocks
 from ...core.mechanisms import Mechanism
 from ..start.connectors import LMCACHE, named, of_lmcache
+from .allocation import Reads
 from .view import EngineView
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class Follower(Mechanism):
 
     def before_metadata(self, tokens: Mapping[str, int]) -> None:
         # A step that reads less than all bounds pure tokens by itself, without an action.
-        for req_id in tokens if self._scheduler.kv_policy.reaches else ():
+        for req_id in tokens if self._scheduler.mechanisms.of(Reads) else ():
             if (pure_tokens := self._scheduler.residents[req_id].pure_tokens) is not None:
                 self.stay_pure(req_id, pure_tokens)
 

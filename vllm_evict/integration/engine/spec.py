@@ -120,7 +120,7 @@ def alike_bytes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, number:
 def host_blocks(
     vllm_config: VllmConfig, config: KVPolicyConfig, block_bytes: int, block_size: int | None = None
 ) -> int:
-    """Return how many host blocks evicted blocks may take; each tensor-parallel rank has its share of the bytes.
+    """Return how many host blocks evicted blocks may take, 0 without `host`; each tensor-parallel rank has its share.
 
     Args:
         block_bytes: of a block in all layers of one rank.
@@ -129,6 +129,8 @@ def host_blocks(
     Raises:
         KVPolicyError: there is no room for one.
     """
+    if config.host is None:
+        return 0
     ranks = vllm_config.parallel_config.tensor_parallel_size
     blocks = int(config.host // (ranks * block_bytes))
     if not blocks:

@@ -46,34 +46,29 @@ def what_is_held(config: KVPolicyConfig, bound: int | None, block_size: int, pre
     if not bound:
         return " and hold all their blocks"
     held = f" and hold {bound} blocks of {block_size} tokens" + " when the pool runs out" * pressure
-    return held + ", under full all their blocks" * ("full" in config.allowed and not config.reaches)
+    return held + ", under full all their blocks" * ("full" in config.allowed and config.name != "full")
 
 
 def kernels_line(vllm_config: Any, config: KVPolicyConfig, runtime: "EvictionRuntime", backend: str) -> str:
     """Return one line: the kernels that attend and measure on a worker, after `layers.settle`."""
     kernel, measures = f"{backend}'s own kernel", bool(config.statistics & RUNNING)
     line = f"KV policy {config.name}: {kernel} attends to all requests"
-    named = _decoded(config, runtime, measures)
+    named = _decoded(runtime, measures)
     if runtime.groups[0].decodes and named:
         does = "attends for" if runtime.batch.takes_prompts else "decodes"
         line = f"KV policy {config.name}: the plugin's kernel {does} {' and '.join(named)}"
         line += ", output and mass in one read" if measures else f"; {kernel} attends to all others"
-    for part in (part for part in config.classes.values() if part.sparse):
-        blocks, sinks, recent = part.read_blocks(runtime.groups[0].block_size)
-        index = sum(group.source.kept_bytes for group in runtime.groups)
-        line += f"; decodes read {blocks} blocks at most, {sinks + recent} of them sinks and recent blocks"
+    sources = [group.source for group in runtime.groups]
+    line += "".join(dict.fromkeys(f"; {source.described}" for source in sources if source.described))
+    if index := sum(source.kept_bytes for source in sources):
         line += f"; the index of keys takes {-(-index // 2**20)} MiB"
-    if config.reaches:
-        index = sum(group.source.kept_bytes for group in runtime.groups)
-        pages = max(group.source.staging for group in runtime.groups)
-        line += (
-            f"; the index of keys takes {-(-index // 2**20)} MiB, and prompts {pages} pages behind the pool's blocks"
-        )
+    if pages := max(source.staging for source in sources):
+        line += f", and prompts {pages} pages behind the pool's blocks"
     if measures:
         line += f"; beside {kernel} mass comes from {runtime.ops.beside}"
     graphs = vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
-    if graphs and all(group.source.fits_graph(set()) for group in runtime.groups):
-        line += "; decodes replay full CUDA graphs" + ", but for requests that read the host" * config.reaches
+    if graphs and all(source.fits_graph(set()) for source in sources):
+        line += "; decodes replay full CUDA graphs" + "".join({source.beside_graphs for source in sources})
         if measures and runtime.measures_in_graphs is not None:
             line += f", of measured requests up to {runtime.groups[0].shape.graph_tokens} resident tokens"
         elif measures:
@@ -81,18 +76,17 @@ def kernels_line(vllm_config: Any, config: KVPolicyConfig, runtime: "EvictionRun
     return line
 
 
-def _decoded(config: KVPolicyConfig, runtime: "EvictionRuntime", measures: bool) -> list[str]:
+def _decoded(runtime: "EvictionRuntime", measures: bool) -> list[str]:
     """Return the requests that the plugin's kernel attends for, where it can."""
     named = ["requests with holes"] if runtime.decodes_lacking else []
     if measures and runtime.decodes_measured:
         named.append("measured requests")
     elif measures and runtime.ops.decodes_measured and not named:
         named.append("measured requests with holes")
-    if any(group.source.decodes and not group.source.reads_all for group in runtime.groups):
-        named.append("requests that read blocks of the host" if config.reaches else "requests that read less")
-    if config.reaches and runtime.batch.takes_prompts:
-        named.append("prompts longer than their budget")
-    return named
+    sources = [group.source for group in runtime.groups]
+    said = [source.whose for source in sources if source.decodes]
+    said += [source.prompts for source in sources if runtime.batch.takes_prompts]
+    return [*named, *dict.fromkeys(filter(None, said))]
 
 
 def ignored_settings(runtime: "EvictionRuntime", backend: str) -> str | None:

@@ -6,8 +6,8 @@ from typing import Any
 from vllm.config import VllmConfig
 
 from ...compute.attention.ops import CPU_FP8_NAMES
+from ...compute.runtime import EvictionRuntime
 from ...config import KVPolicyConfig, KVPolicyError
-from ...core.mechanisms.staging import staging_blocks
 from ..engine.spec import host_blocks
 from ..start import advice
 
@@ -27,8 +27,8 @@ def longer(kv_cache_config: Any, pages: int) -> Any:
     return config
 
 
-def left_by_reach(
-    vllm_config: VllmConfig, config: KVPolicyConfig, block: int, size: int, available: int, on_device: bool = False
+def left_by_sources(
+    vllm_config: VllmConfig, config: KVPolicyConfig, runtime: EvictionRuntime, block: int, available: int
 ) -> int:
     """Return the bytes of `available` that are left for a pool beside staging pages and the index of the pool.
 
@@ -36,8 +36,6 @@ def left_by_reach(
 
     Args:
         block: bytes of a block of the pool.
-        size: tokens of a block.
-        on_device: whether the pool is on a device, and the index of host blocks with it.
 
     Raises:
         KVPolicyError: no block is left.
@@ -45,11 +43,12 @@ def left_by_reach(
     part = next((part for part in config.classes.values() if part.reaches or part.sparse), None)
     if part is None:
         return available
-    pages = staging_blocks(vllm_config.model_config.max_model_len, size) if config.reaches else 0
+    size, on_device = runtime.groups[0].block_size, runtime.ops.compiles
+    pages = max(group.source.staging for group in runtime.groups)
     index = _index_bytes(vllm_config, part, block, size)
-    of_host = host_blocks(vllm_config, config, block, size) * index if on_device and config.reaches else 0
+    of_host = host_blocks(vllm_config, config, block, size) * index if on_device else 0
     left = (available - pages * block - of_host) * block // (block + index)
-    if config.reaches and left < block:
+    if pages and left < block:
         also, less = (f" and an index of {of_host} bytes for the host", " or host") if on_device else ("", "")
         raise KVPolicyError(
             f"evict: host: {available} bytes for the KV cache hold no pool beside {pages} staging pages of {block} "

@@ -22,7 +22,7 @@ from . import layers, runners
 from .ranks import Ranks
 from .reorder import guard_reload, reordering
 from .scored import Scorer, scratch
-from .staging import left_by_reach, longer
+from .staging import left_by_sources, longer
 from .unread import Copies
 
 logger = init_logger("vllm.evict")
@@ -67,21 +67,19 @@ class EvictionWorkerMixin(Base):
         return super().get_kv_cache_spec()
 
     def determine_available_memory(self) -> int:
-        config = policy_config(self.vllm_config)
-        if not self.kv_evict.ops.compiles:
-            block = layers.block_bytes(self.kv_evict, self.get_kv_cache_spec())
+        if self.kv_evict.ops.compiles:
+            self.kv_evict.reserve()
+            self._needs = needs(self.kv_evict.groups)
+            if self._scorer is not None:
+                between = max(self._needs.between, scratch(self.vllm_config.model_config.get_vocab_size()))
+                self._needs = self._needs._replace(between=between)
+            with runners.profiling(self.model_runner, self._needs.step, self._needs.between, self.device):
+                available = super().determine_available_memory()
+        else:
             available = super().determine_available_memory()
-            return left_by_reach(self.vllm_config, config, block, self.kv_evict.groups[0].block_size, available)
-        self.kv_evict.reserve()
-        self._needs = needs(self.kv_evict.groups)
-        if self._scorer is not None:
-            between = max(self._needs.between, scratch(self.vllm_config.model_config.get_vocab_size()))
-            self._needs = self._needs._replace(between=between)
-        with runners.profiling(self.model_runner, self._needs.step, self._needs.between, self.device):
-            available = super().determine_available_memory()
-        block = layers.block_bytes(self.kv_evict, self.get_kv_cache_spec())
+        config, block = policy_config(self.vllm_config), layers.block_bytes(self.kv_evict, self.get_kv_cache_spec())
         left = self._needs.left(available, block)
-        return left_by_reach(self.vllm_config, config, block, self.kv_evict.groups[0].block_size, left, on_device=True)
+        return left_by_sources(self.vllm_config, config, self.kv_evict, block, left)
 
     def initialize_from_config(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         pages = max(group.source.staging for group in self.kv_evict.groups)
@@ -94,13 +92,10 @@ class EvictionWorkerMixin(Base):
         if ahead:
             self.kv_evict.reserve()
             tables = runners.block_tables(self.model_runner, self.kv_evict, self.use_v2_model_runner)
-        capacity = Capacity(kv_cache_config.num_blocks, ahead=ahead)
-        if config.reaches:
-            block = layers.block_bytes(self.kv_evict, self.get_kv_cache_spec())
-            block = alike_bytes(self.vllm_config, kv_cache_config, self.kv_evict.numbers[0]) or block
-            size = self.kv_evict.groups[0].block_size
-            capacity = capacity._replace(host_blocks=host_blocks(self.vllm_config, config, block, size))
-        self.kv_evict.allocate(capacity, tables)
+        block = layers.block_bytes(self.kv_evict, self.get_kv_cache_spec())
+        block = alike_bytes(self.vllm_config, kv_cache_config, self.kv_evict.numbers[0]) or block
+        on_host = host_blocks(self.vllm_config, config, block, self.kv_evict.groups[0].block_size)
+        self.kv_evict.allocate(Capacity(kv_cache_config.num_blocks, on_host, ahead), tables)
         if has_kv_transfer_group():
             self._copies = Copies(self.vllm_config, get_kv_transfer_group())
         if self.rank == 0:

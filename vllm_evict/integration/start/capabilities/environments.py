@@ -346,7 +346,7 @@ CHUNKS_OF_ONE = Environment(
 )
 SMALL_MACHINE = Environment(
     "host: {host_bytes} bytes on a machine of {machine}",
-    lambda server: server.config.reaches and server.overflows_machine,
+    lambda server: server.overflows_machine,
     {ANY: ""},
     "set less than the machine, or its container, has for each engine, beside what the model takes, or evict: drop",
 )

@@ -112,7 +112,7 @@ class Server:
     @property
     def host_bytes(self) -> int:
         """Bytes of memory that each engine takes for blocks on the host."""
-        return int(self.config.host)
+        return int(self.config.host or 0)
 
     @property
     def overflows_machine(self) -> bool:
