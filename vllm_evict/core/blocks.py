@@ -102,7 +102,7 @@ class RequestBlocks:
     @property
     def waits(self) -> bool:
         """Whether no block goes yet, since the prompt is not computed."""
-        return self.config.policy.profiles or (self.config.prompt == "whole" and not self.prompted)
+        return bool(self.config.policy.profiles) or (self.config.prompt == "whole" and not self.prompted)
 
     @property
     def under_pressure(self) -> bool:
@@ -150,6 +150,11 @@ class RequestBlocks:
         self.residence, self._of_mechanisms = Residence(self.block_size), {}
         if self._granted is not None:
             (self.config, self.limits), self._granted = self._granted, None
+
+    def compute_again(self, first: int, prompt_len: int) -> None:
+        """Note that tokens from token `first` on are computed, and measured, again."""
+        self.first_query = first
+        self.prompted &= first >= prompt_len
 
     def choose_policy(self, name: str, prompt_len: int) -> None:
         """Put the request under another policy of its configuration until it starts over (see `policies.fastgen`)."""

@@ -212,8 +212,7 @@ class EvictionMixin(Base):
         for req_id in affected if self.recompute_kv_load_failures else ():
             for manager, plan in zip(self.kv_managers, self._plan.groups):
                 blocks, request = manager.residents[req_id], self.requests[req_id]
-                blocks.first_query = request.num_computed_tokens
-                blocks.prompted &= request.num_computed_tokens >= request.num_prompt_tokens
+                blocks.compute_again(request.num_computed_tokens, request.num_prompt_tokens)
                 manager.note(req_id)
                 blocks.scoring = self.scoring_of(request, blocks)
                 plan.triggers.pop(req_id, None)
