@@ -46,7 +46,7 @@ def test_no_two_mechanisms_count_under_one_key():
 def test_policies_without_requests_are_not_sent_and_show_nothing_held(shown):
     tally = Tally()
     assert tally.take({}) == {} and shown({})["blocks_resident", "h2o"] == 0
-    tally.count("h2o", evicted=3, freed=2, first=True)
+    tally.add("h2o", evicted=3, freed=2, shared=1, requests=1)
     taken = tally.take({"h2o": 8})
     found = shown(taken)
     assert taken.keys() == {"h2o"}

@@ -7,7 +7,7 @@ Each tensor-parallel rank chooses for its own heads: nothing is lost, so ranks n
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +21,7 @@ from ..core.plan import RoomOf
 from .index import BlockIndex
 from .kernels.logits import logits_of
 from .kernels.reach import OF_ROWS, SCRATCH, ReachRows, copy_blocks, reach
-from .needs import Needs
+from .needs import MIB, Needs
 from .parts import Capacity
 from .probes import LayerCall
 from .shape import Shape
@@ -106,6 +106,10 @@ class Choosing(Source, ABC):
     @abstractmethod
     def _host_pages(self, call: LayerCall) -> torch.Tensor:
         """Return the host blocks of a layer: [blocks, ...]."""
+
+    @classmethod
+    def described(cls, sources: Sequence[Any]) -> str:
+        return f"; the index of keys takes {-(-sum(source.kept_bytes for source in sources) // MIB)} MiB"
 
     @property
     def kept_bytes(self) -> int:

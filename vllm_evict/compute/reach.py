@@ -51,6 +51,10 @@ class Reach(Choosing):
         #: `_numbers` on the host.
         self._on_host = np.full((shape.max_requests, shape.max_blocks), -1, np.int32)
 
+    @classmethod
+    def described(cls, sources: Sequence[Any]) -> str:
+        return super().described(sources) + f", and prompts {sources[0].staging} pages behind the pool's blocks"
+
     def begin(self, start: Start) -> None:
         """Forget requests that ended or start over. The next turn of a session goes on with what it has."""
         self._started = start.started if self.loads else frozenset()

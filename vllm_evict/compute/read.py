@@ -5,6 +5,7 @@ Layers that lead in a list are those of OmniKV (Hao et al., ICLR 2025), a choice
 Recycled Attention (Xu et al., 2024).
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -55,10 +56,11 @@ class Read(Choosing):
         #: Slots of tiles, which keep nothing from step to step.
         self._of_tiles, self._slots = self._slots[requests:], self._slots[:requests]
 
-    @property
-    def described(self) -> str:
-        blocks, sinks, recent = self._config.read_blocks(self.block_size)
-        return f"decodes read {blocks} blocks at most, {sinks + recent} of them sinks and recent blocks"
+    @classmethod
+    def described(cls, sources: Sequence[Any]) -> str:
+        room, index = sources[0]._room_of, super().described(sources)
+        stay = room.first + room.recent
+        return f"; decodes read {stay + room.blocks} blocks at most, {stay} of them sinks and recent blocks{index}"
 
     @property
     def writes(self) -> bool:

@@ -91,9 +91,9 @@ class Source(Part):
     outgrowing: Set[str] = frozenset()
     whose = prompts = beside_graphs = ""
 
-    @property
-    def described(self) -> str:
-        """Words of the log about what decodes read; "" for none."""
+    @classmethod
+    def described(cls, sources: Sequence[Any]) -> str:
+        """Return what the log says of the sources of this class on a worker: what decodes read, what that takes."""
         return ""
 
     def fits_graph(self, requests: Set[str]) -> bool:

@@ -262,7 +262,8 @@ class EvictionMixin(Base):
         unpublished = [block.block_id for block in freed if block.block_hash is None]
         self.mechanisms.call("on_applied", Applied(action, blocks, before, target, unpublished))
         copies = len(given_back) - holes
-        self.tally.count(blocks.policy, holes, max(len(freed) - copies, 0), first and holes > 0, copies)
+        gone, loses = max(len(freed) - copies, 0), int(first and holes > 0)
+        self.tally.add(blocks.policy, evicted=holes, freed=gone, shared=holes - gone, requests=loses, copied=copies)
         return True
 
     # What mechanisms see (`core.mechanisms.SchedulerView`)

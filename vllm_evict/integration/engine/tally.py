@@ -25,9 +25,6 @@ class Tally:
     def __init__(self) -> None:
         self._known: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
 
-    def count(self, policy: str, evicted: int, freed: int, first: bool, copied: int = 0) -> None:
-        self.add(policy, evicted=evicted, freed=freed, shared=evicted - freed, requests=first, copied=copied)
-
     def add(self, policy: str, label: str = "", /, **counts: Any) -> None:
         """Add to counters of a policy."""
         self._known[policy][label].update(counts)

@@ -59,11 +59,8 @@ def kernels_line(vllm_config: Any, config: KVPolicyConfig, runtime: "EvictionRun
         line = f"KV policy {config.name}: the plugin's kernel {does} {' and '.join(named)}"
         line += ", output and mass in one read" if measures else f"; {kernel} attends to all others"
     sources = [group.source for group in runtime.groups]
-    line += "".join(dict.fromkeys(f"; {source.described}" for source in sources if source.described))
-    if index := sum(source.kept_bytes for source in sources):
-        line += f"; the index of keys takes {-(-index // 2**20)} MiB"
-    if pages := max(source.staging for source in sources):
-        line += f", and prompts {pages} pages behind the pool's blocks"
+    for kind in dict.fromkeys(type(source) for source in sources):
+        line += kind.described([source for source in sources if type(source) is kind])
     if measures:
         line += f"; beside {kernel} mass comes from {runtime.ops.beside}"
     graphs = vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
