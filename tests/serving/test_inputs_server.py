@@ -227,12 +227,19 @@ def test_a_bad_request_is_http_400_before_its_answer_begins(server, asked, strea
     for bad, reason in (({"kv_budget": 512}, "above the server's 256"), ({"kv_buget": 128}, "'kv_buget'")):
         given = {**body["sampling_params"], "extra_args": bad} if in_place == "sampling_params" else bad
         assert reason in refusal(**{in_place: given})
+    in_parts = []
+    if in_place == "sampling_params":
+        for bad in ({"kv_sink": 64}, {"vllm_xargs": {"kv_sink": 64}}):
+            in_parts.append(({in_place: body[in_place] | bad}, "kv_sink in sampling_params"))
+    elif stream and "completions" in path:
+        in_parts.append(({"stream_options": {"include_usage": True, "kv_sink": 64}}, "kv_sink in stream_options"))
     # What vLLM would drop unseen: clients forget `vllm_xargs`, or send what Python's client takes as arguments.
     for bad, where in (
         ({"kv_budget": 128}, "kv_budget"),
         ({"kv_policy": "full", "vllm_xargs": {"kv_usage": True}}, "kv_policy"),
         ({"extra_args": {"kv_budget": 128}}, "kv_budget in extra_args"),
         ({"extra_body": {"vllm_xargs": {"kv_sink": 64}}}, "kv_sink in extra_body"),
+        *in_parts,
     ):
         said = refusal(**bad)
         assert f'{where} would be ignored: a request sets it as {{"{in_place}": {{' in said

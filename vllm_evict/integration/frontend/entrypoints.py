@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, WrapValidator
 
 from ...config import REQUEST_FIELDS, REQUEST_SIZES, KVPolicyConfig, KVPolicyError
 from ...config.errors import shown
@@ -21,6 +21,8 @@ from .usage import show_messages_usage, show_usage, take_more, watch
 # Below vLLM's own, which says where lines go; its module can't be imported yet.
 logger = logging.getLogger("vllm.evict")
 
+#: Attribute of a client's `SamplingParams`: the fields of it that vLLM does not know, and drops.
+UNKNOWN = "kv_evict_unknown"
 #: Policy of the streaming session whose turns are being taken in, once its first turn has one: [name]. None outside.
 _session: ContextVar[list[str] | None] = ContextVar("kv_evict_session", default=None)
 #: The client's request that a task answers.
@@ -173,14 +175,33 @@ def _misplaced_in(request: Any) -> str | None:
     """Return where a client put one of `REQUEST_FIELDS` that vLLM drops unseen: beside `vllm_xargs`, or in another
     dict.
     """
-    for key, value in (request.model_extra or {}).items():
-        inside = value.get("vllm_xargs", value) if isinstance(value, dict) else None
-        for field in REQUEST_FIELDS:
-            if key == field and value is not None:
-                return field
-            if isinstance(inside, dict) and inside.get(field) is not None:
-                return f"{field} in {key}"
+    for place, unknown in _unknown_in(request):
+        for key, value in unknown.items():
+            inside = value.get("vllm_xargs", value) if isinstance(value, dict) else None
+            for field in REQUEST_FIELDS:
+                if key == field and value is not None:
+                    return f"{field} in {place}" if place else field
+                if isinstance(inside, dict) and inside.get(field) is not None:
+                    return f"{field} in {place or key}"
     return None
+
+
+def _unknown_in(request: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the fields that vLLM does not know, of a request and of each of its parts: the part's name, "" for the
+    request, and {field: value}.
+    """
+    yield "", request.model_extra or {}
+    for name in request.model_fields_set & type(request).model_fields.keys():
+        part = getattr(request, name)
+        yield name, getattr(part, "model_extra", None) or getattr(part, UNKNOWN, {})
+
+
+def _with_unknown(value: Any, handler: Callable[[Any], Any]) -> Any:
+    """Make vLLM's `SamplingParams` of a client's, with the fields that vLLM drops (`UNKNOWN`)."""
+    params = handler(value)
+    if isinstance(value, dict):
+        vars(params)[UNKNOWN] = {key: each for key, each in value.items() if key not in type(params).__struct_fields__}
+    return params
 
 
 def _without_nulls(xargs: Any) -> Any:
@@ -306,8 +327,10 @@ def hook_messages(module: ModuleType) -> None:
 
 
 def hook_tokens(module: ModuleType) -> None:
-    """Let requests of tokens keep fields that are none of theirs, so that `hook_serving` sees them."""
-    take_more(module.GenerateRequest)
+    """Let requests of tokens keep fields that vLLM does not know, so that `hook_serving` sees them."""
+    if once(module.GenerateRequest):
+        module.GenerateRequest.model_fields["sampling_params"].metadata.append(WrapValidator(_with_unknown))
+        take_more(module.GenerateRequest)
 
 
 def hook_beam_search(module: ModuleType) -> None:
