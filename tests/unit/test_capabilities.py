@@ -102,6 +102,9 @@ SERVERS = {
     "ALiBi": ({"model_config__uses_alibi": True}, ALL.replace("full ", "")),
     "ALiBi by its class": ({"model_config__architectures": ["Step1ForCausalLM"]}, ALL.replace("full ", "")),
     "M-RoPE": ({"model_config__uses_mrope": True}, "context"),
+    "LongRoPE": (text(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}), "context"),
+    "LongRoPE of some layers": (text(rope_parameters={"full_attention": {"rope_type": "longrope"}}), "context"),
+    "YaRN": (text(rope_parameters={"rope_type": "yarn"}), ""),
     "layers of unlike heads": (
         {"model_config__model_arch_config": SimpleNamespace(per_layer_overrides=[{}, {"total_num_kv_heads": 4}])},
         "split",

@@ -156,6 +156,11 @@ MROPE = Environment(
     lambda server: server.model.uses_mrope,
     {CONTEXT: "which count no tokens"},
 )
+LONG_ROPE = Environment(
+    "rotary positions that depend on a prompt's length (LongRoPE)",
+    lambda server: "longrope" in server.rope_types,
+    {CONTEXT: "whose angles don't grow evenly"},
+)
 UNLIKE_HEADS = Environment(
     "layers of {kv_heads} KV heads",
     lambda server: "and" in server.kv_heads,

@@ -88,6 +88,14 @@ class Server:
         """Return a field of the language model's configuration; None if it has none."""
         return getattr(self.text, field, None)
 
+    @property
+    def rope_types(self) -> set[str]:
+        """Kinds of rotary positions, of all layers."""
+        known = self.of_text("rope_parameters") or {}
+        return {
+            each["rope_type"] for each in (known, *known.values()) if isinstance(each, dict) and "rope_type" in each
+        }
+
     @cached_property
     def platform(self) -> str:
         """Kind of the device. ROCm calls its device cuda too, and one of its backends FLASH_ATTN."""
