@@ -214,3 +214,23 @@ def test_policies_and_presets_are_ranked_together(word, meant):
         KVPolicyError, match=rf"^unknown KV policy '{word}': did you mean '{meant}'\? Expected one of: "
     ):
         KVPolicyConfig.parse(word)
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (["--budget", "nan"], "budget: must be a whole number of tokens"),
+        (["--budget", "300.5"], "budget: must be a whole number of tokens"),
+        (["--out", "/dev/null/kept.html"], "--out got /dev/null/kept.html; expected a file that can be written: "),
+        (["--out", "/"], "--out got /; expected a file that can be written: "),
+        (["--model", "/no/such"], "no model at /no/such: a directory with config.json is needed"),
+    ],
+)
+def test_what_cannot_be_shown_is_said_before_an_engine_starts(run, tmp_path, options, said):
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("x")
+    given = {"--model": ROOT / "examples/needle/model", "--out": tmp_path / "kept.html"}
+    given |= dict(zip(options[::2], options[1::2]))
+    status, _, line = run("show", prompt, *(word for option in given.items() for word in option))
+    assert status == 2 and line.startswith(f"vllm-evict: {said}") and line.count("\n") == 1
+    assert not (tmp_path / "kept.html").exists()

@@ -265,12 +265,22 @@ def show(
         raise EvalError(f"{prompt} got {type(error).__name__}; expected a text file: {error}") from None
     config = KVPolicyConfig.parse(policy)
     if budget is not None:
-        config = KVPolicyConfig.parse(config.to_dict() | {"budget": budget if budget < 1 else int(budget)})
+        config = KVPolicyConfig.parse(config.to_dict() | {"budget": int(budget) if budget.is_integer() else budget})
+    is_new = not out.exists()
+    try:  # before the engine starts
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.open("a").close()
+        if is_new:
+            out.unlink()
+    except OSError as error:
+        raise EvalError(f"--out got {out}; expected a file that can be written: {error}") from None
     from ..integration.show import run
+    from .backends import check_model
     from .show import page
 
+    check_model(model)
+
     shown = run(model, config, text, max_tokens, _object(engine_args, "--engine-args"))
-    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page(shown, f"{Path(model).name}, {config.name}, budget {config.budget}"), encoding="utf-8")
     _tell([out], wide_console())
 
