@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from importlib.metadata import distribution
+from importlib.util import find_spec
 
 import pytest
 from releases import BORROWED
@@ -14,6 +15,7 @@ from test_refusals import engine_config, refusal
 from test_sliding_models import GEMMA4, SIZES, WINDOWS
 from transformers import AutoConfig
 
+from vllm_evict.integration import check
 from vllm_evict.integration.start.stand_in import DEVICES
 from vllm_evict.integration.start.versions import layers_size_blocks
 
@@ -91,6 +93,7 @@ HOSTILE = {
     "no JSON": (["broken"], "config.json is no JSON"),
     "deep JSON": (["deep"], "config.json is no JSON"),
     "no object": (["list"], "config.json got list; expected a JSON object"),
+    "empty policy": (["llama", "--kv-policy", ""], "--kv-policy got '', a server without a policy; expected one"),
     "unknown flag": (["llama", "--no-such-flag"], "unrecognized arguments: --no-such-flag"),
     "unknown policy": (["llama", "--kv-policy", "h3o"], "unknown KV policy 'h3o'"),
     "no such drafter": (
@@ -249,6 +252,26 @@ def test_what_vllm_decides_for_a_device(ask, device):
         assert says in lines[0], lines
         assert status == any(word in says for word in REFUSING)
     assert len(answers) == len(cases)
+
+
+@pytest.mark.skipif(find_spec("torchvision") is not None, reason="images of Gemma 3 can be prepared here")
+def test_a_model_whose_images_cannot_be_prepared_is_not_taken_for_one_of_text(ask, tmp_path):
+    towers = {"text_config": {"model_type": "gemma3_text"}, "vision_config": {"model_type": "siglip_vision_model"}}
+    known = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", **towers}
+    (tmp_path / "config.json").write_text(json.dumps(known))
+    (status, (line,)), (alone, _) = ask("h200", [str(tmp_path)], [str(tmp_path), "--language-model-only"])
+    assert (status, alone) == (2, 0)
+    assert "the images of Gemma3ForConditionalGeneration" in line and "or add --language-model-only" in line
+
+
+@pytest.mark.parametrize(
+    "before",
+    [["vllm", "serve"], ["VLLM_MINE=a=b", "vllm", "serve"], ["python3", "-m", "vllm.entrypoints.openai.api_server"]],
+)
+def test_a_command_may_be_pasted_whole(monkeypatch, before):
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    assert check._own(["--device", "cpu", *before, "MODEL", "--port", "1"]) == ("cpu", ["MODEL", "--port", "1"])
+    assert os.environ.get("VLLM_MINE") == ("a=b" if "VLLM_MINE=a=b" in before else None)
 
 
 def test_files_and_memory_of_the_server_are_elsewhere(ask):

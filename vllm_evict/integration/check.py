@@ -9,6 +9,7 @@ import gc
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +21,12 @@ from .start import stand_in
 
 #: The policy of a server that names none.
 DEFAULT = "h2o-pressure"
+#: What comes before the flags in a command that was pasted whole: settings of its environment, and its names.
+ASSIGNED = re.compile(r"[A-Z][A-Z0-9_]*=")
+COMMANDS = (
+    ["vllm", "serve"],
+    *([python, "-m", "vllm.entrypoints.openai.api_server"] for python in ("python", "python3")),
+)
 #: Where vLLM has the flags of its server.
 CLI_ARGS = "vllm.entrypoints.launchers.cli_args"
 #: Arguments of the front end for which vLLM reads a template, or the tokenizer, and what stands for none of them.
@@ -65,8 +72,12 @@ def _own(argv: Sequence[str]) -> tuple[str, list[str]]:
         raise CheckError(str(error)) from None
     if own.device not in stand_in.DEVICES:
         raise CheckError(f"--device got {shown(own.device)}; expected one of {', '.join(stand_in.DEVICES)}")
-    if flags[:2] == ["vllm", "serve"]:  # of a command that was pasted whole
-        del flags[:2]
+    while len(flags) > 1 and ASSIGNED.match(flags[0]):  # of a command that was pasted whole
+        name, value = flags.pop(0).split("=", 1)
+        os.environ[name] = value
+    for command in COMMANDS:
+        if flags[: len(command)] == command:
+            del flags[: len(command)]
     if not flags:
         raise CheckError("check got no MODEL; expected a folder with a config.json, or a name in the local Hub cache")
     return own.device, flags
@@ -114,6 +125,7 @@ def accepted(flags: Sequence[str]) -> list[str]:
     if isinstance(drafter, str) and "/" in drafter:  # "ngram" is none
         _look_for_model('"model" in --speculative-config', drafter, drafts.get("revision"))
     vllm_config = _tried(_configured, arguments)
+    _look_for_processor(vllm_config.model_config)
     # Imported here: the modules need a vLLM whose platform is known.
     from .engine.spec import policy_config
     from .start import advice, connectors, describe
@@ -174,6 +186,8 @@ def _parse(flags: Sequence[str]) -> _Parsed:
         arguments.model = arguments.model_tag
     additional = arguments.additional_config
     if arguments.kv_policy is None and not (isinstance(additional, dict) and "kv_policy" in additional):
+        if any(flag.split("=")[0].replace("_", "-") == "--kv-policy" for flag in flags):
+            raise CheckError(f"--kv-policy got '', a server without a policy; expected one; left out, it is {DEFAULT}")
         arguments.kv_policy = DEFAULT
     arguments.unread = [f"--{name.replace('_', '-')}" for name in UNREAD if getattr(arguments, name, None)]
     vars(arguments).update(UNREAD)
@@ -213,6 +227,26 @@ def _look_for_model(given: str, model: str, revision: str | None) -> None:
         raise CheckError(f"{file} is no JSON: {_one_line(str(error))}") from None
     if not isinstance(read, dict):
         raise CheckError(f"{file} got {type(read).__name__}; expected a JSON object")
+
+
+def _look_for_processor(model: Any) -> None:
+    """See whether vLLM has the processor of a model's images: else it takes the model for one of text.
+
+    Raises:
+        CheckError: it has not.
+    """
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    if not model.is_multimodal_model or model.multimodal_config.language_model_only:
+        return
+    try:
+        MULTIMODAL_REGISTRY.get_processing_info(model)
+    except ValueError:
+        raise CheckError(
+            f"vLLM lacks here what prepares the images of {model.architectures[0]}, torchvision most often, and takes "
+            "the model for one of text; expected a host that serves its images; install torchvision, or add "
+            "--language-model-only"
+        ) from None
 
 
 def _configured(arguments: _Parsed) -> Any:
