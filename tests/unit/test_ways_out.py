@@ -139,7 +139,7 @@ WAYS = {
     r"leave read out, with .*": field(
         read=None, leaders=None, dense_layers=None, hold=None, index=None, read_prompts=None
     ),
-    r"leave dense_layers and leaders out": field(dense_layers=None, leaders=None),
+    r"set dense_layers: 0 and leaders: 1": field(dense_layers=0, leaders=1),
     r'leave kvzip out of name and "allow" .*': policies(without_kvzip),
     r"set accumulate: sum, ema or last": policies(*(lambda policy, name=name: {**policy, "accumulate": name} for name in ("sum", "ema", "last"))),
     r"set sum or mean": policies(*(lambda policy, name=name: {**policy, "layers": name} for name in ("sum", "mean"))),

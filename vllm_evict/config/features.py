@@ -93,7 +93,7 @@ PROMPTS = Feature(
 READ_OF_LAYERS = Feature(
     "dense_layers or a list of leaders",
     lambda config: any(part.layers_differ for part in config.classes.values()),
-    "leave dense_layers and leaders out",
+    "set dense_layers: 0 and leaders: 1",
 )
 READ_OF_SOME = Feature(
     "read under a policy that scores or splits heads",

@@ -186,7 +186,7 @@ class Audits(Mechanism):
     @property
     def described(self) -> str:
         missed = "" if self._measures else ", without missed mass, since no kernel measures attention here"
-        return f"full attention scores {self.view.kv_policy.audit:.4g} of all answers again{missed}"
+        return f"full attention scores {100 * self.view.kv_policy.audit:.4g} % of all answers again{missed}"
 
     def __len__(self) -> int:
         """Return the answers that wait."""
