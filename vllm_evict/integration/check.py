@@ -31,6 +31,12 @@ COMMANDS = (
 CLI_ARGS = "vllm.entrypoints.launchers.cli_args"
 #: Arguments of the front end for which vLLM reads a template, or the tokenizer, and what stands for none of them.
 UNREAD = {"chat_template": None, "reasoning_parser": "", "reasoning_config": None}
+#: vLLM's error where it can't import a model's class.
+UNINSPECTED = re.compile(r"Model architectures (\[.*\]) failed to be inspected")
+LACKING = (
+    "vLLM can't import here what models of {} need, torchvision most often; expected what a host that serves the model "
+    "has: pip install torchvision"
+)
 HELP = f"""Whether a server starts under a KV policy: prints what its start-up line says first, with exit status 0, or
 each refusal and the way around it, with exit status 1. Needs vLLM, and neither the device nor the model's weights.
 MODEL is a folder with a config.json, or a name that the local Hub cache has. FLAGS are all flags of vllm serve; without
@@ -242,11 +248,7 @@ def _look_for_processor(model: Any) -> None:
     try:
         MULTIMODAL_REGISTRY.get_processing_info(model)
     except ValueError:
-        raise CheckError(
-            f"vLLM lacks here what prepares the images of {model.architectures[0]}, torchvision most often, and takes "
-            "the model for one of text; expected a host that serves its images; install torchvision, or add "
-            "--language-model-only"
-        ) from None
+        raise CheckError(LACKING.format(model.architectures)) from None
 
 
 def _configured(arguments: _Parsed) -> Any:
@@ -270,6 +272,8 @@ def _tried(call: Callable[..., Any], *args: Any) -> Any:
     except KVPolicyError:
         raise
     except (ValueError, NotImplementedError, TypeError) as error:
+        if found := UNINSPECTED.search(str(error)):
+            raise CheckError(LACKING.format(found[1])) from None
         raise _vllms(error) from None
     except Exception as error:
         raise CheckError(f"vLLM can't tell here: {_one_line(f'{type(error).__name__}: {error}')}") from None
