@@ -34,7 +34,7 @@ class Capacity(NamedTuple):
 
 
 class Part:
-    """A part that keeps nothing, takes no memory, and does nothing."""
+    """Base class of the parts of a KV group's runtime. By default a part keeps nothing, and takes no memory."""
 
     @property
     def kept_bytes(self) -> int:

@@ -116,7 +116,7 @@ class MassKind(NamedTuple):
 
 
 class Probe(Part):
-    """A part that measures requests. This one measures nothing."""
+    """Base class of parts that measure requests. By default a probe measures nothing."""
 
     @property
     def is_active(self) -> bool:

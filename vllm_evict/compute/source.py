@@ -69,7 +69,7 @@ class StepSource:
 
 
 class Source(Part):
-    """The part that chooses what decodes attend to: all resident blocks.
+    """The part that chooses what decodes attend to: by default all resident blocks.
 
     Attributes:
         reads_all: whether decodes attend to all resident blocks of their requests.

@@ -126,7 +126,7 @@ def _leaders(layers: Any) -> Any:
     return layers or 1
 
 
-#: What happens to blocks over the budget: settings of the server, the same for all its requests.
+#: What happens to blocks over the budget of requests under the server's policy; those under another one drop them.
 TIER = (
     Option(
         "evict",

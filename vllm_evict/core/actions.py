@@ -81,7 +81,7 @@ class Action:
         writes: int64 [n], logical blocks that workers write for this action, ascending.
         work: what workers do beside noting holes, without its blocks; None: nothing. Work on what is no block of the
             pool, such as a host block, is an order that a mechanism adds in `on_applied`.
-        loses: whether the content of `holes` is lost. If so, tokens of later steps are not pure.
+        ends_purity: whether layers of later steps read less than what was in `holes`: their tokens are not pure.
         must: if True, a request for whose action the pool has no room is preempted; if False, the action is put off.
     """
 
@@ -91,7 +91,7 @@ class Action:
     reads: np.ndarray = field(default_factory=lambda: NO_BLOCKS)
     writes: np.ndarray = field(default_factory=lambda: NO_BLOCKS)
     work: Work | None = None
-    loses: bool = True
+    ends_purity: bool = True
     must: bool = False
 
 

@@ -16,7 +16,7 @@ import torch
 from ...environment import decode_kernel
 from .paged import PagedAttention, require
 
-logger = logging.getLogger("vllm_evict")
+logger = logging.getLogger("vllm.evict")
 
 MODULE = "vllm_evict._C_cuda"
 DTYPES = (torch.bfloat16, torch.float16)

@@ -21,7 +21,7 @@ except ImportError as error:  # not built (see setup.py), or built for another t
     _C_cpu = None
     _missing = str(error)
 
-logger = logging.getLogger("vllm_evict")
+logger = logging.getLogger("vllm.evict")
 
 LAYOUTS = ("vec", "vec16", "amx")
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)

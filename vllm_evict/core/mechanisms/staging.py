@@ -128,7 +128,7 @@ class Staging(Mechanism):
 
     def on_applied(self, applied: Applied) -> None:
         action = applied.action
-        tokens = 0 if action.loses else self._planned.get(action.req_id, 0)
+        tokens = self._planned.get(action.req_id, 0) if applied.blocks.config.reaches else 0
         if tokens > 1:
             self._free -= len(action.holes)
         elif tokens:

@@ -140,7 +140,7 @@ class Reaching(Staging):
         blocks = self._manager.residents[action.req_id]
         if not blocks.config.reaches:
             return action
-        action = replace(action, writes=room_to_come(blocks), loses=False)
+        action = replace(action, writes=room_to_come(blocks), ends_purity=False)
         there, fits = len(action.writes), self.pool.fitting(self._pure_keys(action))
         return replace(action, holes=action.holes[: fits - there]) if fits > there else None
 
@@ -154,7 +154,7 @@ class Reaching(Staging):
     def on_applied(self, applied: Applied) -> None:
         super().on_applied(applied)
         action, blocks = applied.action, applied.blocks
-        if action.loses:
+        if not blocks.config.reaches:
             return
         if len(action.writes):
             self.view.next_plan.groups[action.group].rooms[action.req_id] = room_of(blocks)

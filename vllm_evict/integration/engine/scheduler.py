@@ -241,7 +241,7 @@ class EvictionMixin(Base):
         whole = blocks.pure_tokens is None
         # What is in flight was computed without the new holes; drafts among it may be computed again.
         computed = settled(request) if self.num_spec_tokens else request.num_computed_tokens
-        computed = computed if action.loses else None
+        computed = computed if action.ends_purity else None
         if (rewritten := manager.rewrite(req_id, action.writes, action.holes, computed)) is None:
             if action.must:
                 self.running.remove(request)
@@ -262,8 +262,8 @@ class EvictionMixin(Base):
         unpublished = [block.block_id for block in freed if block.block_hash is None]
         self.mechanisms.call("on_applied", Applied(action, blocks, before, target, unpublished))
         copies = len(given_back) - holes
-        gone, loses = max(len(freed) - copies, 0), int(first and holes > 0)
-        self.tally.add(blocks.policy, evicted=holes, freed=gone, shared=holes - gone, requests=loses, copied=copies)
+        gone, begins = max(len(freed) - copies, 0), int(first and holes > 0)
+        self.tally.add(blocks.policy, evicted=holes, freed=gone, shared=holes - gone, requests=begins, copied=copies)
         return True
 
     # What mechanisms see (`core.mechanisms.SchedulerView`)
