@@ -121,6 +121,9 @@ class Choosing(Source, ABC):
         """Requests that choose."""
         return self._of.keys()
 
+    def bytes_beside(self, keys: int, dtype: torch.dtype) -> int:
+        return self.index.bytes_beside(keys, dtype)
+
     def needs(self, shape: Shape) -> Needs:
         """Return the scratch of a layer's choice, and what the index of blocks that fill is made of."""
         return Needs(step=2 * SCRATCH + 4 * shape.queries)

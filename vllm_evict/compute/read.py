@@ -51,7 +51,7 @@ class Read(Choosing):
         blocks, sinks, recent = config.read_blocks(shape.block_size)
         self._room_of = RoomOf(sinks, blocks - sinks - recent, recent)
         prompts = config.read_blocks(shape.block_size, prompts=True)[0] if self.cuts else 0
-        index = BlockIndex(config.index, store, shape.device)
+        index = BlockIndex(config.index, store, shape)
         super().__init__(config, shape, store, index, max(self._room_of.blocks, prompts))
         #: Slots of tiles, which keep nothing from step to step.
         self._of_tiles, self._slots = self._slots[requests:], self._slots[:requests]
