@@ -96,7 +96,7 @@ class Choosing(Source, ABC):
         self._choosers: list[str] = []
 
     @abstractmethod
-    def _rows(self, batch: StepBatch) -> np.ndarray:
+    def _choosing_rows(self, batch: StepBatch) -> np.ndarray:
         """Return the rows that choose what they read: int64 [R]."""
 
     @abstractmethod
@@ -153,16 +153,16 @@ class Choosing(Source, ABC):
 
     def rewrite(self, batch: StepBatch, table: torch.Tensor, lens: torch.Tensor) -> None:
         """Set the lengths of rows to what they choose, if the backend's kernel attends for them."""
-        if self.decodes or not len(rows := self._rows(batch)):
+        if self.decodes or not len(rows := self._choosing_rows(batch)):
             return
-        self._made, unread = self.rows(batch, rows, table)
+        self._made, unread = self.kernel_rows(batch, rows, table)
         batch.resident_tokens = batch.resident_tokens.copy()
         batch.resident_tokens[rows] -= unread
         batch.longest = int(batch.resident_tokens.max())
         lens.index_add_(0, *(to_device(each, self._device) for each in (rows, -unread)))
 
     def step(self, batch: StepBatch) -> StepSource:
-        rows, filled = self._rows(batch), batch.filled(self.block_size, self._started)
+        rows, filled = self._choosing_rows(batch), batch.filled(self.block_size, self._started)
         if filled is None and not len(rows):
             return super().step(batch)
         if not self.decodes:
@@ -229,7 +229,7 @@ class Choosing(Source, ABC):
         held, read = (each[place, self._of[req_id].slot] for each in (self._held, self._read))
         return sorted(held[read == int(self._chose[self._of[req_id].slot])].tolist())
 
-    def rows(self, batch: StepBatch, rows: np.ndarray, table: torch.Tensor) -> tuple[ReachRows, np.ndarray]:
+    def kernel_rows(self, batch: StepBatch, rows: np.ndarray, table: torch.Tensor) -> tuple[ReachRows, np.ndarray]:
         """Return what the kernel knows of rows that read a part of their blocks, and resident tokens they leave out.
 
         A row chooses every `hold` steps, when it starts a block, and when blocks of it have moved. It scores the blocks
@@ -339,7 +339,7 @@ class ChosenApart(ChosenInPlace):
         self._metadata: tuple[Any, Any] = (None, None)
         if not len(rows):
             return
-        self._rows, unread = choosing.rows(batch, rows, batch.table)
+        self._rows, unread = choosing.kernel_rows(batch, rows, batch.table)
         # Rows beside them that the plugin's kernel attends for have no more blocks than the resident ones.
         count, table = len(batch.resident_tokens), batch.table
         width = -(-int((batch.resident_tokens[rows] - unread).max()) // choosing.block_size)
