@@ -19,7 +19,7 @@ from torch.nn import functional
 from ..config import KVPolicyConfig
 from ..core.plan import RoomOf
 from .index import BlockIndex
-from .kernels.logits import logits_of
+from .kernels.logits import learned_sinks, logits_of
 from .kernels.reach import OF_ROWS, SCRATCH, ReachRows, copy_blocks, reach
 from .needs import MIB, Needs
 from .parts import Capacity
@@ -200,7 +200,7 @@ class Choosing(Source, ABC):
 
     def _sinks(self, call: LayerCall, rows: ReachRows) -> torch.Tensor | None:
         """Return the logits of what queries attend to beside the blocks that are scored, as `reach` has them."""
-        return _learned_sinks(call)
+        return learned_sinks(call.layer)
 
     def warm_up(self, call: LayerCall, table: torch.Tensor) -> None:
         """Launch the kernels of one layer, for a row of padding. See `_variants`."""
@@ -215,7 +215,7 @@ class Choosing(Source, ABC):
 
     def _variants(self, call: LayerCall) -> list[tuple[int, torch.Tensor | None]]:
         """Return the queries of a row for which kernels are compiled apart, and the sinks that they have."""
-        return [(1, _learned_sinks(call))]
+        return [(1, learned_sinks(call.layer))]
 
     def reads(self, place: int) -> bool:
         """Return whether a layer chooses blocks, or scores them for others."""
@@ -354,12 +354,6 @@ class ChosenApart(ChosenInPlace):
             read.block_table = self._table
             self._metadata = call.metadata, read
         return self._metadata[1], self._lens
-
-
-def _learned_sinks(call: LayerCall) -> torch.Tensor | None:
-    """Return the sinks of a layer, float32 [H]."""
-    sinks: torch.Tensor | None = logits_of(call.layer)["sinks"]
-    return None if sinks is None else sinks.float()
 
 
 def aligned(count: int) -> int:
