@@ -286,7 +286,7 @@ class LatentBatch:
             slots[length:] = torch.nan
             pages[row[:count].long()] = slots.unflatten(0, (count, block_size))
         self.layer = SimpleNamespace(impl=SimpleNamespace(scale=dims**-0.5, head_size=dims), kv_lora_rank=dims - 16)
-        self.layer._k_scale_float = 0.5 if fp8 else 1.0
+        self.layer._k_scale_float, self.layer._v_scale_float = (0.5 if fp8 else 1.0), 1.0
         self.stored = pages.to(torch.float8_e4m3fn).view(torch.uint8) if fp8 else pages
         self.pages = self.stored.view(torch.float8_e4m3fn).float() * 0.5 if fp8 else pages
         tokens = sum(query_lens)

@@ -17,15 +17,16 @@ from parity import assert_like_oracle
 from parts import part_of
 from vllm import _custom_ops
 
-from vllm_evict.compute.kernels.bounds import key_bounds
+from vllm_evict.compute.attention.fp8 import scaled
+from vllm_evict.compute.index import BlockIndex
 from vllm_evict.compute.kernels.signs import key_signs
 from vllm_evict.compute.reach import Reach
+from vllm_evict.compute.shape import Shape
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.eval.score import score
 from vllm_evict.eval.sessions import Sessions
 from vllm_evict.integration.engine.reaching import Reaching
 from vllm_evict.integration.start.describe import kernels_line
-from vllm_evict.integration.worker.staging import _index_bytes
 
 #: Of 8 blocks 1 is of sinks, 5 are the room and 2 have recent tokens.
 REACH = {"name": "full", "evict": "host", "host": "64MiB", "budget": 256, "buffer": 0, "sink": 32, "recent": 32}
@@ -136,17 +137,15 @@ def test_memory_beside_the_pool_comes_from_what_the_cache_may_take(engine, deep)
         engine({**REACH, "host": 256 * block}, kv_cache_memory_bytes=33 * block, **options)
 
 
-@pytest.mark.parametrize("index", ["box", "signs"])
-def test_an_index_takes_what_is_reserved_for_it(index):
-    """Per block; of a block of latents all is keys."""
-    keys = torch.randn(3, 2, BLOCK, 64, dtype=torch.bfloat16)
-    policy = KVPolicyConfig.parse({**REACH, "host": "1GiB", "index": index})
-    taken = (key_bounds(keys) if index == "box" else key_signs(keys))[0].nbytes
-    for latents in (False, True):
-        model = SimpleNamespace(use_mla=latents, dtype=torch.bfloat16, get_head_size=lambda: 64)
-        server = SimpleNamespace(model_config=model, cache_config=SimpleNamespace(cache_dtype="auto"))
-        block = keys[0].nbytes * (1 if latents else 2)
-        assert _index_bytes(server, policy, block, BLOCK) == taken
+@pytest.mark.parametrize("kind", ["box", "signs"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_an_index_takes_what_is_reserved_for_it(kind, dtype):
+    """Per block of two heads; fp8 keys are read as float32."""
+    keys = torch.zeros(1, 2, BLOCK, 64, dtype=dtype)
+    store = SimpleNamespace(read=lambda blocks, values: [(scaled(keys, 1.0)[blocks], None)])
+    index = BlockIndex(kind, store, Shape(BLOCK, 1, 64, 2, 1, head_size=64))
+    index.allocate(3, 0, late=False)
+    assert index.kept_bytes == 3 * index.bytes_beside(keys.nbytes, dtype)
 
 
 def assert_nothing_left(server):

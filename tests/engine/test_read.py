@@ -153,7 +153,7 @@ def check_shorter(engine, read_prompts=448, **options):
     ours, theirs = (exactly(server.generate(prompts, max_tokens=72, logprobs=0)) for server in (subject, stock))
     assert ours == theirs
     counted = []
-    after(part_of(subject.runtime, Read), "rows", lambda *_: counted.append(1))
+    after(part_of(subject.runtime, Read), "kernel_rows", lambda *_: counted.append(1))
     subject.generate([prompts[0]], max_tokens=74)
     assert len(counted) == 1
     if read_prompts:

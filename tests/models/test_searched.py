@@ -154,11 +154,11 @@ def test_keys_are_reduced_over_the_heads_that_layers_have(of_heads, of_layers):
         lambda rows, values: ((keys[rows], None) for keys in caches), heads, of_heads, of_layers
     )
     row = Row(np.arange(blocks), torch.arange(blocks), blocks * size)
-    asked = {"a": frozenset({"key_diff", "key_norm"})}
+    asked = {"a": frozenset({"key_diff", "key_norm", "-key_norm"})}
     report = statistics.report(asked, {"a": row}, lambda values, maximise: values)["a"]
     scores = [key_scores(keys, None, blocks * size, asked["a"], None) for keys in caches]
-    for name, sign in (("key_diff", 1), ("key_norm", -1)):
-        want = sign * reduced([sign * of_layer[name].double() for of_layer in scores], of_heads, of_layers)
+    for name in asked["a"]:
+        want = reduced([of_layer[name].double() for of_layer in scores], of_heads, of_layers)
         np.testing.assert_allclose(report.statistics[name], want, rtol=1e-6)
 
 

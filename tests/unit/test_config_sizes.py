@@ -90,14 +90,13 @@ def test_what_a_server_starts_with_requests_can_pick(name):
 
 
 def test_workers_can_measure_what_any_request_may_need_and_no_more():
-    every = RUNNING | CACHED | QUERIED
+    every = {"-key_norm", "key_diff", "value_key_ratio", "-redundancy"} | RUNNING | QUERIED
     assert parse("h2o").statistics == parse("sink-window").statistics == parse("full").statistics == every
-    assert parse(
-        {"name": "full", "read": 1024, "allow": ["keydiff", "knorm", "keybound", "pagedeviction"]}
-    ).statistics == (CACHED | QUERIED) - {"redundancy"}
+    server = parse({"name": "full", "read": 1024, "allow": ["keydiff", "knorm", "keybound", "pagedeviction"]})
+    assert server.statistics == {"key_diff", "-key_norm", "value_key_ratio"} | QUERIED
     assert not parse({"name": "sink-window", "allow": ["full", "random", "strided"]}).statistics
-    assert parse({"name": "knorm", "allow": ["full", "tova"]}).statistics == {"key_norm", "mass"}
-    assert parse({"name": "rkv", "allow": []}).statistics == {"mass", "redundancy"}
+    assert parse({"name": "knorm", "allow": ["full", "tova"]}).statistics == {"-key_norm", "mass"}
+    assert parse({"name": "rkv", "allow": []}).statistics == {"mass", "-redundancy"}
 
 
 def test_policies_measure_what_workers_know():

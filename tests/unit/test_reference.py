@@ -8,11 +8,13 @@ import torch
 from reference import papers
 
 from vllm_evict.compute.attention.cpu import CPUOps
+from vllm_evict.compute.cached import CachedStatistics
 from vllm_evict.compute.group import GroupRuntime
 from vllm_evict.compute.kernels.mass import pack_keys, pack_values, unpack_values
 from vllm_evict.compute.probes import LayerCall
 from vllm_evict.compute.runtime import EvictionRuntime
 from vllm_evict.compute.shape import Shape
+from vllm_evict.compute.step_batch import Row
 from vllm_evict.config import KVPolicyConfig
 from vllm_evict.core.blocks import RequestBlocks
 from vllm_evict.core.plan import PLAN, EvictionPlan, GroupPlan, Scoring
@@ -197,9 +199,18 @@ def test_cached_statistics_are_reduced_as_asked(name, heads, layers):
     )
     reduce = {"sum": np.sum, "mean": np.mean, "max": np.max}
     want = reduce[heads](reduce[layers](scores, axis=0), axis=0)
-    statistic = {"knorm": "key_norm", "keydiff": "key_diff", "rkv": "redundancy"}[name]
-    sign = 1 if name == "keydiff" else -1
-    np.testing.assert_allclose(sign * blocks[statistic], want, rtol=1e-4)
+    statistic = {"knorm": "-key_norm", "keydiff": "key_diff", "rkv": "-redundancy"}[name]
+    np.testing.assert_allclose(blocks[statistic], want, rtol=1e-4)
+
+
+def test_policies_that_keep_large_and_small_norms_get_a_maximum_of_their_own():
+    keys = torch.randn(4, KV_HEADS, SIZE, 16)
+    statistics = CachedStatistics(lambda rows, values: [(keys[rows], None)], [KV_HEADS], "max", "sum")
+    asked = {"large": frozenset({"key_norm"}), "small": frozenset({"-key_norm"})}
+    rows = dict.fromkeys(asked, Row(np.arange(4), torch.arange(4), 4 * SIZE))
+    reports, norms = statistics.report(asked, rows, local), keys.norm(dim=-1).mean(-1)
+    np.testing.assert_allclose(reports["large"].statistics["key_norm"], norms.amax(1), rtol=1e-6)
+    np.testing.assert_allclose(reports["small"].statistics["-key_norm"], -norms.amin(1), rtol=1e-6)
 
 
 @pytest.mark.parametrize("layout", ["vec", "amx"])

@@ -123,20 +123,18 @@ def test_a_report_older_than_the_last_holes_is_read_by_index():
 def test_every_statistic_of_a_report_is_read_by_index():
     """R-KV at equal weights: mass shares (1, 2, 3, 4, -) / 10 less redundancy shares (4, 1, 1, 4, -) / 10."""
     subject = residency(name="rkv", budget=64, mix=0.5)
-    assert subject.choose(80, reports(range(5), mass=[1, 2, 3, 4, 0], redundancy=[4, 1, 1, 4, 0])).tolist() == [0]
+    first = reports(range(5), mass=[1, 2, 3, 4, 0], **{"-redundancy": [-4, -1, -1, -4, 0]})
+    assert subject.choose(80, first).tolist() == [0]
     subject.evict(np.array([0]), 80)
-    stale = reports(range(6), mass=[9, 2, 3, 4, 1, 0], redundancy=[9, 1, 1, 9, 1, 9])
+    stale = reports(range(6), mass=[9, 2, 3, 4, 1, 0], **{"-redundancy": [-9, -1, -1, -9, -1, -9]})
     assert subject.choose(95, stale).tolist() == [3]
 
 
-@pytest.mark.parametrize("name, statistic", [("knorm", "key_norm"), ("keydiff", "key_diff"), ("tova", "mass")])
+@pytest.mark.parametrize("name, statistic", [("knorm", "-key_norm"), ("keydiff", "key_diff"), ("tova", "mass")])
 def test_policies_of_one_statistic(name, statistic):
     subject = residency(name=name, budget=64)
-    victim = 3 if name == "knorm" else 1  # the largest norm, the least difference or mass
-    assert subject.choose(80, reports(range(5), **{statistic: [5, 1, 6, 9, 0]})).tolist() == [
-        4 if name != "knorm" else 3
-    ]
-    assert subject.choose(79, reports(range(5), **{statistic: [5, 1, 6, 9, 0]})).tolist() == [victim], "4 is not full"
+    assert subject.choose(80, reports(range(5), **{statistic: [5, 1, 6, 9, 0]})).tolist() == [4]
+    assert subject.choose(79, reports(range(5), **{statistic: [5, 1, 6, 9, 0]})).tolist() == [1], "4 is not full"
 
 
 def test_a_prompt_too_short_keeps_everything():

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from ..core.plan import Report, Reports
-from ..policies import CACHED, LESS_IS_MORE
+from ..policies import CACHED
 from .kernels.keys import key_scores
 from .needs import AT_A_TIME, OF_DIMENSION, Needs
 from .parts import AllReduce
@@ -14,14 +14,14 @@ from .probes import Probe
 from .reduction import Reduction
 from .shape import Shape
 from .step_batch import Row
-from .transfer import to_device, to_host
+from .transfer import to_host
 
 #: (physical blocks, int64 [n]; whether to read values) -> for each layer keys, and values or None,
 #: [n, Hkv, block_size, D] each.
 ReadBlocks = Callable[[torch.Tensor, bool], Iterable[tuple[torch.Tensor, torch.Tensor | None]]]
 
 #: Statistics that read values.
-OF_VALUES = frozenset({"value_key_ratio"})
+OF_VALUES = frozenset({"value_key_ratio", "-value_key_ratio"})
 
 
 class CachedStatistics(Probe):
@@ -67,10 +67,7 @@ class CachedStatistics(Probe):
         scores = {req_id: self._scores(rows[req_id], asked[req_id] & CACHED) for req_id, _ in wanted}
         flat = torch.cat([scores[req_id][name] for req_id, name in wanted])
         lengths = [len(rows[req_id].logical) for req_id, _ in wanted]
-        scale = self._reduction.scale
-        factors = [-scale if name in LESS_IS_MORE else scale for _, name in wanted]
-        flat = all_reduce(flat, self._reduction.maximises_heads)
-        flat = to_host(flat * to_device(np.repeat(factors, lengths), flat.device))
+        flat = to_host(all_reduce(flat, self._reduction.maximises_heads) * self._reduction.scale)
         ends = np.cumsum(lengths)
         reports = {req_id: Report(rows[req_id].logical, {}) for req_id, _ in wanted}
         for (req_id, name), values in zip(wanted, np.split(flat, ends[:-1])):
@@ -78,16 +75,14 @@ class CachedStatistics(Probe):
         return reports
 
     def _scores(self, row: Row, names: frozenset[str]) -> dict[str, torch.Tensor]:
-        """Return this rank's scores, where higher is more important: name -> float64 [n]."""
+        """Return this rank's scores: name -> float64 [n]."""
         # A rank without heads of the KV group reports zeros.
         total: dict[str, torch.Tensor] = {}
         reduction = self._reduction
         none = torch.zeros(1, len(row.logical), dtype=torch.float64, device=row.physical.device)
         for keys, values in self._read(row.physical.long(), bool(names & OF_VALUES)):
             for name, score in key_scores(keys, values, row.length, names, row.verified).items():
-                score = -score.double() if name in LESS_IS_MORE else score.double()
-                if not reduction.is_by_head:
-                    score = score.sum(0, keepdim=True)
+                score = score.double() if reduction.is_by_head else score.double().sum(0, keepdim=True)
                 before = total.get(name, score[:0])
                 # Layers may differ in their numbers of heads.
                 both = min(len(before), len(score))

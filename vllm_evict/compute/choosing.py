@@ -19,7 +19,7 @@ from torch.nn import functional
 from ..config import KVPolicyConfig
 from ..core.plan import RoomOf
 from .index import BlockIndex
-from .kernels.logits import logits_of
+from .kernels.logits import learned_sinks, logits_of
 from .kernels.reach import OF_ROWS, SCRATCH, ReachRows, copy_blocks, reach
 from .needs import MIB, Needs
 from .parts import Capacity
@@ -96,7 +96,7 @@ class Choosing(Source, ABC):
         self._choosers: list[str] = []
 
     @abstractmethod
-    def _rows(self, batch: StepBatch) -> np.ndarray:
+    def _choosing_rows(self, batch: StepBatch) -> np.ndarray:
         """Return the rows that choose what they read: int64 [R]."""
 
     @abstractmethod
@@ -120,6 +120,9 @@ class Choosing(Source, ABC):
     def requests(self) -> Iterable[str]:
         """Requests that choose."""
         return self._of.keys()
+
+    def bytes_beside(self, keys: int, dtype: torch.dtype) -> int:
+        return self.index.bytes_beside(keys, dtype)
 
     def needs(self, shape: Shape) -> Needs:
         """Return the scratch of a layer's choice, and what the index of blocks that fill is made of."""
@@ -150,16 +153,16 @@ class Choosing(Source, ABC):
 
     def rewrite(self, batch: StepBatch, table: torch.Tensor, lens: torch.Tensor) -> None:
         """Set the lengths of rows to what they choose, if the backend's kernel attends for them."""
-        if self.decodes or not len(rows := self._rows(batch)):
+        if self.decodes or not len(rows := self._choosing_rows(batch)):
             return
-        self._made, unread = self.rows(batch, rows, table)
+        self._made, unread = self.kernel_rows(batch, rows, table)
         batch.resident_tokens = batch.resident_tokens.copy()
         batch.resident_tokens[rows] -= unread
         batch.longest = int(batch.resident_tokens.max())
         lens.index_add_(0, *(to_device(each, self._device) for each in (rows, -unread)))
 
     def step(self, batch: StepBatch) -> StepSource:
-        rows, filled = self._rows(batch), batch.filled(self.block_size, self._started)
+        rows, filled = self._choosing_rows(batch), batch.filled(self.block_size, self._started)
         if filled is None and not len(rows):
             return super().step(batch)
         if not self.decodes:
@@ -200,7 +203,7 @@ class Choosing(Source, ABC):
 
     def _sinks(self, call: LayerCall, rows: ReachRows) -> torch.Tensor | None:
         """Return the logits of what queries attend to beside the blocks that are scored, as `reach` has them."""
-        return _learned_sinks(call)
+        return learned_sinks(call.layer)
 
     def warm_up(self, call: LayerCall, table: torch.Tensor) -> None:
         """Launch the kernels of one layer, for a row of padding. See `_variants`."""
@@ -215,7 +218,7 @@ class Choosing(Source, ABC):
 
     def _variants(self, call: LayerCall) -> list[tuple[int, torch.Tensor | None]]:
         """Return the queries of a row for which kernels are compiled apart, and the sinks that they have."""
-        return [(1, _learned_sinks(call))]
+        return [(1, learned_sinks(call.layer))]
 
     def reads(self, place: int) -> bool:
         """Return whether a layer chooses blocks, or scores them for others."""
@@ -226,7 +229,7 @@ class Choosing(Source, ABC):
         held, read = (each[place, self._of[req_id].slot] for each in (self._held, self._read))
         return sorted(held[read == int(self._chose[self._of[req_id].slot])].tolist())
 
-    def rows(self, batch: StepBatch, rows: np.ndarray, table: torch.Tensor) -> tuple[ReachRows, np.ndarray]:
+    def kernel_rows(self, batch: StepBatch, rows: np.ndarray, table: torch.Tensor) -> tuple[ReachRows, np.ndarray]:
         """Return what the kernel knows of rows that read a part of their blocks, and resident tokens they leave out.
 
         A row chooses every `hold` steps, when it starts a block, and when blocks of it have moved. It scores the blocks
@@ -336,7 +339,7 @@ class ChosenApart(ChosenInPlace):
         self._metadata: tuple[Any, Any] = (None, None)
         if not len(rows):
             return
-        self._rows, unread = choosing.rows(batch, rows, batch.table)
+        self._rows, unread = choosing.kernel_rows(batch, rows, batch.table)
         # Rows beside them that the plugin's kernel attends for have no more blocks than the resident ones.
         count, table = len(batch.resident_tokens), batch.table
         width = -(-int((batch.resident_tokens[rows] - unread).max()) // choosing.block_size)
@@ -354,12 +357,6 @@ class ChosenApart(ChosenInPlace):
             read.block_table = self._table
             self._metadata = call.metadata, read
         return self._metadata[1], self._lens
-
-
-def _learned_sinks(call: LayerCall) -> torch.Tensor | None:
-    """Return the sinks of a layer, float32 [H]."""
-    sinks: torch.Tensor | None = logits_of(call.layer)["sinks"]
-    return None if sinks is None else sinks.float()
 
 
 def aligned(count: int) -> int:

@@ -76,7 +76,7 @@ def compose(config: KVPolicyConfig, shape: Shape, store: Store, holes: Holes) ->
     if config.statistics & QUERIED:
         probes.append(LastQuery(device))
     if config.reaches:
-        index = BlockIndex(config.index, store, device)
+        index = BlockIndex(config.index, store, shape)
         host = HostCopies(store, index, device)
         source = Reach(config, shape, store, index, host)
         movers.append(host)

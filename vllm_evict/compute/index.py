@@ -3,15 +3,17 @@
 It is signs of keys (`kernels.signs`), or a box of them (Quest: Tang et al., ICML 2024, arXiv:2406.10774).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
+from .attention.fp8 import scaled
 from .kernels.bounds import key_bounds
 from .kernels.reach import SCRATCH
 from .kernels.signs import key_signs, store_signs
 from .probes import LayerCall
+from .shape import Shape
 from .store import Store
 from .transfer import to_device
 
@@ -25,14 +27,15 @@ class BlockIndex:
     Args:
         kind: "signs" or "box".
         store: KV cache of the group.
-        device: of the cache.
+        shape: sizes of the group.
 
     Attributes:
         of_layers: for each layer [blocks, Hkv, X].
     """
 
-    def __init__(self, kind: str, store: Store, device: torch.device) -> None:
-        self._signs, self._store, self._device = kind == "signs", store, device
+    def __init__(self, kind: str, store: Store, shape: Shape) -> None:
+        self._signs, self._store, self._shape, self._device = kind == "signs", store, shape, shape.device
+        self._of_keys: Callable[[torch.Tensor], torch.Tensor] = key_signs if self._signs else key_bounds
         self.of_layers: list[torch.Tensor] = []
         #: Blocks of the pool, after which come those of the host.
         self._pool = 0
@@ -50,11 +53,16 @@ class BlockIndex:
         """Whether blocks may wait for their index."""
         return len(self._late) > 0
 
+    def bytes_beside(self, keys: int, dtype: torch.dtype) -> int:
+        """Return the bytes of the index of a block whose keys take `keys` bytes, in a cache of `dtype`."""
+        head = torch.zeros(1, 1, self._shape.block_size, self._shape.head_size, dtype=dtype)
+        return keys * self._of_keys(scaled(head, 1.0)).nbytes // head.nbytes
+
     def allocate(self, pool: int, host: int, late: bool) -> None:
         """Allocate the index of so many blocks of the pool and of the host; `late`: the pool's may wait for theirs."""
-        self._pool, of_keys = pool, key_signs if self._signs else key_bounds
+        self._pool = pool
         none = torch.zeros(0, dtype=torch.int64, device=self._device)
-        empty = [of_keys(keys) for keys, _ in self._store.read(none, False)]
+        empty = [self._of_keys(keys) for keys, _ in self._store.read(none, False)]
         self.of_layers = [each.new_zeros((pool + host, *each.shape[1:])) for each in empty]
         if late:
             self._late = torch.empty(pool, dtype=torch.int64, device=self._device)
@@ -68,7 +76,7 @@ class BlockIndex:
         if self._signs:
             store_signs(index, blocks, keys)
         else:
-            index[blocks] = key_bounds(keys)
+            index[blocks] = self._of_keys(keys)
 
     def note(self, filled: torch.Tensor | None) -> None:
         """Have blocks wait for their index, which is computed when a layer may ask for it."""

@@ -124,7 +124,7 @@ class Reach(Choosing):
         rooms = ((row, self._of[req_id].room) for row, req_id in enumerate(req_ids) if req_id in self._of)
         return [(row, range(room.first, room.first + room.blocks)) for row, room in rooms]
 
-    def _rows(self, batch: StepBatch) -> np.ndarray:
+    def _choosing_rows(self, batch: StepBatch) -> np.ndarray:
         its = np.fromiter((req_id in self._of for req_id in batch.req_ids), bool, len(batch.req_ids))
         return np.flatnonzero(its & batch.decodes)
 

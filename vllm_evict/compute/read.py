@@ -51,7 +51,7 @@ class Read(Choosing):
         blocks, sinks, recent = config.read_blocks(shape.block_size)
         self._room_of = RoomOf(sinks, blocks - sinks - recent, recent)
         prompts = config.read_blocks(shape.block_size, prompts=True)[0] if self.cuts else 0
-        index = BlockIndex(config.index, store, shape.device)
+        index = BlockIndex(config.index, store, shape)
         super().__init__(config, shape, store, index, max(self._room_of.blocks, prompts))
         #: Slots of tiles, which keep nothing from step to step.
         self._of_tiles, self._slots = self._slots[requests:], self._slots[:requests]
@@ -82,14 +82,14 @@ class Read(Choosing):
         for req_id in (start.gone | start.started | start.changed) & self._of.keys():
             self._forget(req_id)
 
-    def _rows(self, batch: StepBatch) -> np.ndarray:
+    def _choosing_rows(self, batch: StepBatch) -> np.ndarray:
         if self._of_batch[0] is not batch:
             sure = batch.resident_tokens - batch.drafts - (0 if batch.slack is None else batch.slack)
             less = self._config.reads_less(batch.chunks, sure, self.block_size)
             self._of_batch = batch, np.flatnonzero(less)
         return self._of_batch[1]
 
-    def rows(self, batch: StepBatch, rows: np.ndarray, table: torch.Tensor) -> tuple[ReachRows, np.ndarray]:
+    def kernel_rows(self, batch: StepBatch, rows: np.ndarray, table: torch.Tensor) -> tuple[ReachRows, np.ndarray]:
         req_ids = [batch.req_ids[row] for row in rows.tolist() if batch.chunks[row] == 1]
         for req_id in req_ids:
             if req_id in self._of:
@@ -101,9 +101,9 @@ class Read(Choosing):
             self._steps_of[self._of[req_id].slot] = 0
         decodes = batch.chunks[rows] == 1
         if decodes.all() or not decodes.any():
-            return super().rows(batch, rows, table)
+            return super().kernel_rows(batch, rows, table)
         order = np.argsort(decodes, kind="stable")  # tiles first: kernels have scratch for their queries alone
-        made, unread = super().rows(batch, rows[order], table)
+        made, unread = super().kernel_rows(batch, rows[order], table)
         made = made._replace(many=int((~decodes).sum()), few=int(batch.queries[rows[decodes]].max()))
         return made, unread[np.argsort(order)]
 

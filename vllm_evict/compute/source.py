@@ -96,6 +96,10 @@ class Source(Part):
         """Return what the log says of the sources of this class on a worker: what decodes read, what that takes."""
         return ""
 
+    def bytes_beside(self, keys: int, dtype: torch.dtype) -> int:
+        """Return the bytes that it keeps beside a block, whose keys take `keys` bytes in a cache of `dtype`."""
+        return 0
+
     def fits_graph(self, requests: Set[str]) -> bool:
         """Return whether a full graph can read what a decode step of these requests reads."""
         return self.reads_all

@@ -179,6 +179,8 @@ READ_PROMPTS = Option(
     "with `read`, not with `evict: host`: tokens that 32 tokens of a prompt attend to in each layer, in whole blocks: "
     "sinks, recent blocks, their own, and the best others; 0: all tokens before them",
 )
+#: Value of `evict` -> fields that have an effect with it alone: name -> why the field has none without it.
+OF_EVICT = {"host": {"fetch": "blocks come from the host", "host": "blocks that are dropped have no copy on the host"}}
 #: Fields of every policy that evicts, with their usual defaults.
 KEEPING = having(
     (WHEN, BUDGET, BUFFER, SINK, RECENT, PROTECT, MIN_PROMPT, PROMPT, EXACT, CONTEXT, *TIER),

@@ -8,7 +8,7 @@ from typing import Any, get_args
 from .allocators import ALLOCATE, ALLOCATION, ALLOCATORS
 from .errors import KVPolicyError, instead, shown, together
 from .features import APART
-from .fields import FETCH, READ, READ_PROMPTS, SERVER, TIER
+from .fields import OF_EVICT, READ, READ_PROMPTS, SERVER
 from .groups import Groups
 from .options import Option, names_of
 from .registry import REGISTRY
@@ -132,7 +132,8 @@ class KVPolicyConfig(Sizes, Groups, Requests):
         """Names of fields without effect: of blocks on the host where evicted blocks are dropped, of decodes that read
         less where they read everything, of audits where there are none, and of allocators other than this
         configuration's."""
-        idle = frozenset[str]() if self.evict == "host" else names_of((*TIER, FETCH))
+        idle = frozenset(field for value, fields in OF_EVICT.items() if self.evict != value for field in fields)
+        idle |= {"evict"} if self.evict == "drop" else frozenset()
         idle |= frozenset() if self.sparse or self.reaches else names_of(READ)
         idle |= frozenset() if self.sparse else {READ_PROMPTS.name}
         idle |= OF_BUDGETS - (READ_SIZES if self.sparse else frozenset()) if self.keeps_all else frozenset()
@@ -247,17 +248,16 @@ def _merges_tokens(config: KVPolicyConfig) -> None:
 def _keeps_on_the_host(config: KVPolicyConfig) -> None:
     if config.retrieval is not None and config.retrieval.evict == "host":
         raise ValueError("retrieval: evict: host needs one KV group, and heads are split in several: use evict: drop")
-    changed = [option.name for option in TIER if getattr(config, option.name) != option.default]
+    for value, fields in OF_EVICT.items():
+        for field, why in fields.items() if config.evict != value else ():
+            if getattr(config, field) != REGISTRY.default(field):
+                raise ValueError(f"{field}: {why}: it needs evict: {value}")
+    if config.keeps_all and (sizes := sorted(config.given & OF_BUDGETS - (READ_SIZES if config.read else set()))):
+        raise ValueError(
+            f"{sizes[0]}: 'full' keeps everything on the device: it needs evict: host"
+            + " or read" * (sizes[0] in READ_SIZES)
+        )
     if config.evict != "host":
-        if config.fetch:
-            raise ValueError("fetch: blocks come from the host: it needs evict: host")
-        if config.keeps_all and (sizes := sorted(config.given & OF_BUDGETS - (READ_SIZES if config.read else set()))):
-            raise ValueError(
-                f"{sizes[0]}: 'full' keeps everything on the device: it needs evict: host"
-                + " or read" * (sizes[0] in READ_SIZES)
-            )
-        if changed:
-            raise ValueError(f"{changed[0]}: blocks that are dropped have no copy on the host: it needs evict: host")
         return
     if config.host is None:
         raise ValueError("evict: host: it needs a size of host memory, such as host: 8GiB")

@@ -75,7 +75,7 @@ class Sizes(Frozen):
     @property
     def sparse(self) -> bool:
         """Whether decodes read a part of the blocks that a request has on the device."""
-        return bool(self.read and self.evict == "drop")
+        return bool(self.read and self.evict != "host")
 
     @property
     def leads_by_list(self) -> bool:
@@ -90,7 +90,7 @@ class Sizes(Frozen):
     @property
     def keeps_all(self) -> bool:
         """Whether a request keeps all its blocks on the device."""
-        return self.name == "full" and self.evict == "drop"
+        return self.name == "full" and not self.reaches
 
     def _most(self, size: str) -> int:
         """Return the tokens of `sink` or `recent` as given, or as the policy has them in a budget of any size."""

@@ -183,7 +183,8 @@ class RequestBlocks:
     def adopt(self, there: np.ndarray, blocks: int) -> None:
         """Start with some blocks of a cached prefix (see `Residence.adopt`)."""
         self.residence.adopt(there, blocks)
-        self.pure_tokens = blocks * self.block_size
+        if not self.config.reaches:  # prompts read the others on the host
+            self.pure_tokens = blocks * self.block_size
 
     def note_step(self, first: int, tokens: int) -> None:
         """Note a step that computes `tokens` tokens from token `first` on, before vLLM publishes what it fills.

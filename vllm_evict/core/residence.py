@@ -12,30 +12,6 @@ HOLE = 0
 
 
 @dataclass(slots=True)
-class Arriving:
-    """The blocks of the host with which a request will start, if the pool has room for it.
-
-    Attributes:
-        numbers: logical block -> host block, ascending, of what it takes from the host.
-        beside: KV group of vLLM -> the same of other groups, all of which comes to the device.
-        holes: of `numbers`, blocks that stay there.
-        room: of these, blocks whose place layers fill.
-        from_host: how many blocks of its prefix the device does not have, in all groups.
-    """
-
-    numbers: dict[int, int]
-    beside: dict[int, dict[int, int]] = field(default_factory=dict)
-    holes: range = range(0)
-    room: range = range(0)
-    from_host: int = 0
-
-    @property
-    def used(self) -> list[int]:
-        """Host blocks, of all groups."""
-        return [number for each in (self.numbers, *self.beside.values()) for number in each.values()]
-
-
-@dataclass(slots=True)
 class Residence:
     """The residence of one request in one KV group. Block indices are logical, so they never change.
 
@@ -46,7 +22,6 @@ class Residence:
         places: int64 [n], for each of `pool` the logical block at whose positions its keys are rotated: the block
             itself, or a later one after a `KeyRotation`. Before the first one it is the array of `pool`.
         host: block -> host block.
-        arriving: what a request that waits will take from the host, and until workers hear of it; None: nothing.
     """
 
     block_size: int
@@ -54,7 +29,6 @@ class Residence:
     pool: np.ndarray = field(default_factory=lambda: NO_BLOCKS)
     places: np.ndarray = field(default_factory=lambda: NO_BLOCKS)
     host: dict[int, int] = field(default_factory=dict)
-    arriving: Arriving | None = None
 
     @property
     def holes(self) -> int:

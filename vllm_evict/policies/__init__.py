@@ -14,7 +14,6 @@ from .base import (
     BUDGET_OPTIONS,
     CACHED,
     KEY_BOUND,
-    LESS_IS_MORE,
     MASS_OPTIONS,
     QUERIED,
     REDUCTIONS,
@@ -52,8 +51,8 @@ for _policy in (
 POLICIES = cast(Mapping[str, Policy], REGISTRY)
 
 __all__ = [
-    "BUDGET_OPTIONS", "CACHED", "KEY_BOUND", "LESS_IS_MORE", "MASS_OPTIONS", "POLICIES", "QUERIED", "REDUCTIONS",
-    "RUNNING", "TOKEN_OPTIONS", "Blocks", "Policy",
+    "BUDGET_OPTIONS", "CACHED", "KEY_BOUND", "MASS_OPTIONS", "POLICIES", "QUERIED", "REDUCTIONS", "RUNNING",
+    "TOKEN_OPTIONS", "Blocks", "Policy",
 ]  # fmt: skip
 
 add_from_outside()

@@ -18,11 +18,11 @@ BUDGET_OPTIONS, TOKEN_OPTIONS, REDUCTIONS, MASS_OPTIONS = map(names_of, (KEEPING
 
 #: Statistics that add up over queries, step by step. A policy measures at most one of them.
 RUNNING = frozenset({"mass", "pivots"})
-#: Statistics of resident keys and values, computed when a decision is due (see `compute.kernels.keys`).
-CACHED = frozenset({"key_norm", "key_diff", "value_key_ratio", "redundancy"})
-#: Those of which less is more, in all policies: a maximum over heads or layers takes their minimum. A policy that
-#: keeps the largest ones instead needs a statistic of another name.
-LESS_IS_MORE = frozenset({"key_norm", "redundancy"})
+#: Statistics of resident keys and values, computed when a decision is due (see `compute.kernels.keys`). A minus makes
+#: a statistic negative, for policies that keep the least: a maximum over heads or layers takes the largest number.
+CACHED = frozenset(
+    sign + name for name in ("key_norm", "key_diff", "value_key_ratio", "redundancy") for sign in ("", "-")
+)
 #: The largest share of attention that the last query of a step may pay to a block, by bounds of its keys, summed up
 #: over heads and layers (see `compute.kernels.bounds`).
 KEY_BOUND = "key_bound"

@@ -15,14 +15,14 @@ class RKV(Policy):
 
     name = "rkv"
     paper = "Cai et al., R-KV: Redundancy-aware KV Cache Compression for Reasoning Models, 2025, arXiv:2505.24133"
-    measures = frozenset({"mass", "redundancy"})
+    measures = frozenset({"mass", "-redundancy"})
     declares = (*KEEPING, *PER_TOKEN, *REDUCTION, WINDOW.having(8), MIX, *ALLOCATION)
     fixed = {"accumulate": "last"}
 
     def importance(self, blocks: Blocks) -> np.ndarray:
         mix = blocks.config.mix
-        return mix * _share(blocks["mass"]) - (1 - mix) * _share(blocks["redundancy"])
+        return mix * _share(blocks["mass"]) + (1 - mix) * _share(blocks["-redundancy"])
 
 
 def _share(values: np.ndarray) -> np.ndarray:
-    return values / max(values.sum(), np.finfo(np.float64).tiny)
+    return values / max(abs(values.sum()), np.finfo(np.float64).tiny)

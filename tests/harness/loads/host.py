@@ -112,11 +112,11 @@ class HostInvariants:
 
     def _check_host(self) -> None:
         """*host*: each host block is free, cached or used; requests use what the books say; hashes say what is there."""
-        pool, manager, users = self.scheduler.part(Reaching).pool, self.evictable[0], Counter()
+        reaching, manager = self.scheduler.part(Reaching), self.evictable[0]
+        pool, users = reaching.pool, Counter(number for each in reaching.arriving.values() for number in each.used)
         for req_id, resident in manager.residents.items():
             residence, table = resident.residence, manager.req_to_blocks.get(req_id, ())
             users.update(residence.host.values())
-            users.update(residence.arriving.used if residence.arriving else ())
             row = self.worker.rows.get(req_id)
             if residence.host and (row is None or row.on_host != residence.host):
                 raise Fault("host", f"{req_id}: the scheduler has {residence.host} on the host, worker: {row}")

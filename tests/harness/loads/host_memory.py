@@ -53,7 +53,8 @@ class HostMemory:
 
     def _reached(self):
         """Return the host blocks that requests read, and those that wait for requests with their prefix."""
-        pool, (manager,), users = self.pool, self.scheduler.kv_managers, Counter()
+        pool, (manager,), arriving = self.pool, self.scheduler.kv_managers, self.scheduler.part(Reaching).arriving
+        users = Counter(number for each in arriving.values() for number in each.used)
         for req_id, blocks in manager.residents.items():
             room, residence = blocks.limits.room, blocks.residence
             for logical, number in residence.host.items():
@@ -61,7 +62,6 @@ class HostMemory:
                 is_hole = manager.req_to_blocks[req_id][logical].is_null
                 assert is_hole != in_room, f"{req_id} has block {logical}, and on the host"
                 users[number] += 1
-            users.update(residence.arriving.used if residence.arriving else ())
         assert users == pool._users and not users.keys() & pool._unused.keys()
         assert pool._numbers == {block_hash: number for number, block_hash in pool._hashes.items()}
         assert pool._unused.keys() <= pool._hashes.keys() <= users.keys() | pool._unused.keys()

@@ -7,12 +7,12 @@ import torch
 
 from ..kernels.compact import compact
 from ..kernels.decode import decode_classes, decode_mass
-from ..kernels.logits import logits_of
+from ..kernels.logits import learned_sinks
 from ..kernels.mass import block_mass, kernel_path, pack_keys, pack_values, unpack_keys, unpack_values
 from ..kernels.paged import PagedAttention
 from ..probes import LayerCall, MassTarget
 from ..work import HeadSlice
-from .fp8 import cache_scales, elements, scaled, scales, stored_as
+from .fp8 import cache_scales, elements, scaled, stored_as
 from .ops import CPU_FP8_NAMES, BackendOps
 
 #: ISA of the backend -> layout of its packed keys in `block_mass`.
@@ -56,16 +56,22 @@ class CPUOps(BackendOps):
         compact([_pages(kv_cache) for kv_cache in kv_caches], source, keep, target, layout=KEY_LAYOUTS[layer.isa])
 
     def mass(self, call: LayerCall, measured: MassTarget) -> None:
-        block_mass(_attention(call, measured))  # skips queries of weight 0 by itself
+        block_mass(self._arguments(call, measured, call.metadata.seq_lens))  # skips queries of weight 0 by itself
 
     def decode(self, call: LayerCall, rows: torch.Tensor, seq_lens: torch.Tensor, measured: MassTarget) -> None:
-        attention = _attention(call, measured, seq_lens)
+        attention = self._arguments(call, measured, seq_lens)
         decode_mass(attention, rows, call.output[: len(attention.query)].view(attention.query.shape))
 
     def decode_together(self, slices: Sequence[HeadSlice], measured: Sequence[MassTarget]) -> None:
-        classes = [_attention(heads.call, its, heads.work.seq_lens) for heads, its in zip(slices, measured)]
+        classes = [self._arguments(heads.call, its, heads.work.seq_lens) for heads, its in zip(slices, measured)]
         outputs = [heads.call.output[: len(its.query)] for heads, its in zip(slices, classes)]
         decode_classes(classes, slices[0].work.rows, outputs)
+
+    def _arguments(self, call: LayerCall, measured: MassTarget, lens: torch.Tensor) -> PagedAttention:
+        """See `BackendOps.paged`, for the layer's cache."""
+        layer, halves = call.layer, _halves(elements(call.layer, call.kv_cache))
+        layout, sinks = KEY_LAYOUTS[layer.isa], learned_sinks(layer)
+        return self.paged(call, measured, lens, *halves, layout=layout, sinks=sinks)
 
     def write(
         self, layer: Any, kv_cache: torch.Tensor, blocks: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
@@ -90,29 +96,6 @@ class CPUOps(BackendOps):
     def as_keys(self, layer: Any, stored: torch.Tensor) -> torch.Tensor:
         keys = unpack_keys(elements(layer, stored), KEY_LAYOUTS[layer.isa])
         return scaled(keys, cache_scales(layer, stored)[0])
-
-
-def _attention(call: LayerCall, measured: MassTarget, seq_lens: torch.Tensor | None = None) -> PagedAttention:
-    """Return the arguments of kernels for a layer and the backend's metadata, whose lengths `seq_lens` replaces."""
-    layer, metadata = call.layer, call.metadata
-    keys, values = _halves(elements(layer, call.kv_cache))
-    scale, value_scale = scales(layer, keys)
-    logits = logits_of(layer)
-    if logits["sinks"] is not None:
-        logits["sinks"] = logits["sinks"].float()
-    return PagedAttention(
-        call.query[: metadata.num_actual_tokens],
-        keys,
-        metadata.block_table,
-        metadata.query_start_loc,
-        metadata.seq_lens if seq_lens is None else seq_lens,
-        scale,
-        values,
-        value_scale,
-        layout=KEY_LAYOUTS[layer.isa],
-        **logits,
-        **measured.arguments,
-    )
 
 
 def _halves(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

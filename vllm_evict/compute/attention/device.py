@@ -11,14 +11,13 @@ import torch
 from ..images import seen_ahead
 from ..kernels import decode_cuda
 from ..kernels.compact import is_ordered
-from ..kernels.logits import logits_of
 from ..kernels.paged import PagedAttention
 from ..kernels.queries import Queries
 from ..kernels.take import take
 from ..probes import LayerCall, MassTarget
 from ..transfer import to_device
 from ..work import HeadSlice
-from .fp8 import FP8, cache_scales, scaled, scales, stored_as
+from .fp8 import FP8, cache_scales, scaled, stored_as
 from .ops import DECODED_HEADS, FP8_NAMES, READ_HEADS, BackendOps
 
 #: Bytes of the decode kernels' scratch for mass, or more if one request needs more. Enough for 256 requests with 32
@@ -123,7 +122,7 @@ class DeviceOps(BackendOps):
 
         out, last = measured.out, measured.last
         assert out is not None
-        attention = self.arguments(call, measured, len(out))
+        attention = self.arguments(call, measured, call.metadata.seq_lens[: len(out)])
         lse = self.lse_of(attention, call.metadata.max_query_len)
         of_heads = attention.key_cache.shape[1], out.shape[2]
         scratch = self.reserve(call.query.device)
@@ -154,9 +153,9 @@ class DeviceOps(BackendOps):
         """Return into how many slices `mass` divides the query heads of a KV head, if a request has several queries."""
         return 1
 
-    def arguments(self, call: LayerCall, measured: MassTarget, requests: int) -> PagedAttention:
-        """Return the arguments of the kernels of `mass`, of the first `requests` rows of the batch."""
-        return _attention(call, measured, requests)
+    def arguments(self, call: LayerCall, measured: MassTarget, lens: torch.Tensor) -> PagedAttention:
+        """See `BackendOps.paged`, for the layer's cache."""
+        return self.paged(call, measured, lens, *keys_and_values(call.layer, call.kv_cache))
 
     def lse_of(self, attention: PagedAttention, longest: int) -> torch.Tensor:
         """Return the LSE of queries, at most `longest` of a request: float32 [T, H] (see `query_lse`)."""
@@ -179,7 +178,7 @@ class DeviceOps(BackendOps):
             query_start_loc=numbers,
             seq_lens=queries.lens,
         )
-        attention = _attention(replace(call, query=query, metadata=alone), MassTarget(out), len(query))
+        attention = self.arguments(replace(call, query=query, metadata=alone), MassTarget(out), queries.lens)
         assert attention.value_cache is not None
         if query.shape[2] in DECODED_HEADS and query.shape[2] == attention.value_cache.shape[3]:
             self._decode_mass(attention, numbers[:-1], torch.empty_like(query))
@@ -188,7 +187,7 @@ class DeviceOps(BackendOps):
         return out.mul_(kv_heads / query.shape[1])
 
     def decode(self, call: LayerCall, rows: torch.Tensor, seq_lens: torch.Tensor, measured: MassTarget) -> None:
-        attention = _narrowed(call, seq_lens, measured)
+        attention = narrowed(self.arguments(call, measured, seq_lens), call.metadata)
         self._decode_mass(attention, rows, call.output[: len(attention.query)].view(attention.query.shape))
 
     def decode_together(self, slices: Sequence[HeadSlice], measured: Sequence[MassTarget]) -> None:
@@ -242,7 +241,10 @@ class DeviceOps(BackendOps):
         from ...triton_kernels.decode_classes import decode_classes
 
         rows = slices[0].work.rows
-        classes = [_narrowed(heads.call, heads.work.seq_lens, its) for heads, its in zip(slices, measured)]
+        classes = [
+            narrowed(self.arguments(heads.call, its, heads.work.seq_lens), heads.call.metadata)
+            for heads, its in zip(slices, measured)
+        ]
         plans, at_once = self._plans_for(classes, len(rows))
         outputs = [heads.call.output[: len(its.query)] for heads, its in zip(slices, classes)]
         for some in rows.split(at_once):
@@ -335,26 +337,6 @@ def _power_of_2(least: int) -> int:
     return 1 << max(least - 1, 0).bit_length()
 
 
-def _attention(call: LayerCall, measured: MassTarget, requests: int) -> PagedAttention:
-    """Return the arguments of kernels for a layer and the backend's metadata, without rows of padding."""
-    layer, metadata = call.layer, call.metadata
-    keys, values = keys_and_values(layer, call.kv_cache)
-    scale, value_scale = scales(layer, keys)
-    return PagedAttention(
-        call.query[: metadata.num_actual_tokens],
-        keys,
-        metadata.block_table[:requests],
-        metadata.query_start_loc[: requests + 1],
-        metadata.seq_lens[:requests],
-        scale,
-        values,
-        value_scale,
-        ahead=call.ops.ahead(metadata),
-        **logits_of(layer),
-        **measured.arguments,
-    )
-
-
 def keys_and_values(layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return views of a layer's cached keys [num_blocks, Hkv, block_size, D] and values. A cache of bytes is fp8."""
     if kv_cache.dtype == torch.uint8:
@@ -363,8 +345,7 @@ def keys_and_values(layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, t
     return kv_cache[..., :size], kv_cache[..., size:]
 
 
-def _narrowed(call: LayerCall, seq_lens: torch.Tensor, measured: MassTarget) -> PagedAttention:
-    """Return `_attention` with these lengths, and a block table cut to the longest request: scratch grows with it."""
-    attention = _attention(call, measured, len(seq_lens))
-    width = -(-call.metadata.max_seq_len // attention.key_cache.shape[2])
-    return replace(attention, seq_lens=seq_lens, block_table=attention.block_table[:, :width])
+def narrowed(attention: PagedAttention, metadata: Any) -> PagedAttention:
+    """Return arguments with the block table cut to the batch's longest request: scratch grows with it."""
+    width = -(-metadata.max_seq_len // attention.key_cache.shape[2])
+    return replace(attention, block_table=attention.block_table[:, :width])

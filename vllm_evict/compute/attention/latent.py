@@ -9,7 +9,7 @@ import torch
 from ..kernels.mass import AMX_TOKENS, block_mass, kernel_path, pack_keys
 from ..kernels.paged import PagedAttention
 from ..probes import LayerCall, MassTarget
-from .device import DeviceOps
+from .device import DeviceOps, narrowed
 from .fp8 import FP8, cache_scales, scaled
 from .ops import FP8_NAMES, BackendOps
 
@@ -77,12 +77,11 @@ class LatentOps(Latents):
         """Run `block_mass` on a packed copy of the latents, whose mass is never by token."""
         assert measured.out is not None
         kv_cache, metadata, rows = call.kv_cache, call.metadata, len(measured.out)
-        lens, starts = metadata.seq_lens[:rows], metadata.query_start_loc[: rows + 1]
+        lens = metadata.seq_lens[:rows]
         tiles = kv_cache.dtype == torch.bfloat16 and kernel_path() == "amx_bf16" and kv_cache.shape[1] % AMX_TOKENS == 0
         layout = "amx" if tiles else "vec"
         keys, table = _packed(kv_cache, metadata.block_table[:rows], lens, layout)
-        query, options = call.query[: metadata.num_actual_tokens], {"layout": layout, **measured.arguments}
-        block_mass(PagedAttention(query, keys, table, starts, lens, call.layer.impl.scale, **options))
+        block_mass(replace(self.paged(call, measured, lens, keys, layout=layout), block_table=table))
 
 
 class DeviceLatentOps(Latents, DeviceOps):
@@ -113,20 +112,11 @@ class DeviceLatentOps(Latents, DeviceOps):
         """See `DeviceOps.warm_up_mass`. The cache is [num_blocks, 1, block_size, C + R]."""
         self.mass(replace(call, kv_cache=call.kv_cache.squeeze(1)), measured)
 
-    def arguments(self, call: LayerCall, measured: MassTarget, requests: int) -> PagedAttention:
+    def arguments(self, call: LayerCall, measured: MassTarget, lens: torch.Tensor) -> PagedAttention:
         """See `DeviceOps.arguments`. The block table is cut to the batch's longest request."""
-        layer, metadata = call.layer, call.metadata
-        keys, block_size = _stored(call.kv_cache), call.kv_cache.shape[1]
-        slices = self.slices(call.query.shape[1]) if metadata.max_query_len > 1 else 1
-        return PagedAttention(
-            call.query[: metadata.num_actual_tokens],
-            keys.unsqueeze(1).expand(-1, slices, -1, -1),
-            metadata.block_table[:requests, : -(-metadata.max_seq_len // block_size)],
-            metadata.query_start_loc[: requests + 1],
-            metadata.seq_lens[:requests],
-            layer.impl.scale * (layer._k_scale_float if keys.dtype == FP8 else 1.0),
-            **measured.arguments,
-        )
+        slices = self.slices(call.query.shape[1]) if call.metadata.max_query_len > 1 else 1
+        keys = _stored(call.kv_cache).unsqueeze(1).expand(-1, slices, -1, -1)
+        return narrowed(self.paged(call, measured, lens, keys), call.metadata)
 
     def lse_of(self, attention: PagedAttention, longest: int) -> torch.Tensor:
         """See `DeviceOps.lse_of`. Keys are read in parts, as decodes have few query rows and one head of keys."""

@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 
+from ..kernels.logits import logits_of
+from ..kernels.paged import PagedAttention
 from ..kernels.queries import Queries
 from ..probes import LayerCall, MassTarget
 from ..work import HeadSlice
+from .fp8 import scales
 
 #: Name of a backend -> module and class of its `BackendOps`. Imported on use, since a CPU may lack Triton.
 OPS = {
@@ -151,6 +154,37 @@ class BackendOps(ABC):
     @abstractmethod
     def mass(self, call: LayerCall, measured: MassTarget) -> None:
         """Add the mass of queries that the stock kernel attends to (see `kernels.mass`). `measured.out` is given."""
+
+    def paged(
+        self,
+        call: LayerCall,
+        measured: MassTarget,
+        lens: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor | None = None,
+        **others: Any,
+    ) -> PagedAttention:
+        """Return the arguments of kernels for one layer and the leading rows of its batch.
+
+        Args:
+            lens: int32 [R], resident tokens of these rows.
+            keys, values: of the cache, as kernels take them.
+            others: arguments that the backend's kernels take beside them, or in place of the layer's own.
+        """
+        layer, metadata, rows = call.layer, call.metadata, len(lens)
+        scale, value_scale = scales(layer, keys)
+        return PagedAttention(
+            call.query[: metadata.num_actual_tokens],
+            keys,
+            metadata.block_table[:rows],
+            metadata.query_start_loc[: rows + 1],
+            lens,
+            scale,
+            values,
+            value_scale,
+            ahead=self.ahead(metadata),
+            **{**logits_of(layer), **measured.arguments, **others},
+        )
 
     def mass_of(self, call: LayerCall, queries: Queries, width: int) -> torch.Tensor:
         """Return the mass of each of n queries, averaged over the query heads of a KV head: float32 [n, Hkv, width].

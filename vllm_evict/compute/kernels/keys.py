@@ -30,7 +30,7 @@ def key_scores(
     scores = {}
     for name, of_tokens in token_scores(keys, values, length, statistics, verified).items():
         sums = torch.nn.functional.pad(of_tokens, (0, full - length)).view(heads, blocks, block_size).sum(-1)
-        scores[name] = sums if name == "redundancy" else sums / counts
+        scores[name] = sums if name.endswith("redundancy") else sums / counts
     return scores
 
 
@@ -54,7 +54,7 @@ def token_scores(
         keys, values: [n, Hkv, block_size, D], in logical order, of any float dtype; computed in float32. Only
             value_key_ratio reads values.
         length: resident tokens; the last block may be partly filled.
-        statistics: names, some of `policies.CACHED`.
+        statistics: names, some of `policies.CACHED`; with a minus the negative of what is above.
         verified: int32 [], the tokens among the first `length` that are taken into account, at least 1, where the
             device alone knows how many these are. What lies behind them may be anything. None: all of them are.
 
@@ -70,19 +70,21 @@ def token_scores(
     keys = of_tokens(keys)
     norms = keys.norm(dim=-1)
     units = keys / norms.clamp(min=1e-12)[..., None]
-    scores = {}
-    for name in statistics & CACHED:
+    scores: dict[str, torch.Tensor] = {}
+    for statistic in statistics & CACHED:
+        name = statistic.removeprefix("-")
         if name == "key_norm":
-            scores[name] = norms
+            score = norms
         elif name == "value_key_ratio":
-            scores[name] = of_tokens(values).norm(dim=-1) / norms.clamp(min=1e-12)
+            score = of_tokens(values).norm(dim=-1) / norms.clamp(min=1e-12)
         elif name == "key_diff":
             anchor = torch.nn.functional.normalize(units.mean(1), dim=-1)
-            scores[name] = -(units @ anchor[..., None])[..., 0]
+            score = -(units @ anchor[..., None])[..., 0]
         elif name == "redundancy":
-            scores[name] = _redundancy(units, there)
+            score = _redundancy(units, there)
         else:
             raise KeyError(f"no score of keys and values is named {name!r}")
+        scores[statistic] = score if name == statistic else -score
     return scores
 
 

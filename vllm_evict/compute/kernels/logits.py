@@ -11,6 +11,12 @@ def logits_of(layer: Any) -> dict[str, Any]:
     return {"soft_cap": float(getattr(impl, "logits_soft_cap", None) or 0), "sinks": getattr(impl, "sinks", None)}
 
 
+def learned_sinks(layer: Any) -> torch.Tensor | None:
+    """Return the logits of a layer's sinks, float32 [H]; None: it has none."""
+    sinks: torch.Tensor | None = logits_of(layer)["sinks"]
+    return None if sinks is None else sinks.float()
+
+
 def soft_capped(logits: torch.Tensor, soft_cap: float) -> torch.Tensor:
     """Return `soft_cap * tanh(logits / soft_cap)` (Gemma 2: arXiv:2408.00118, section 2); 0: the logits as they are."""
     return logits if soft_cap == 0 else torch.tanh(logits / soft_cap) * soft_cap

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,30 @@ from .base import Mechanism, Offer, SchedulerView
 from .pressure import APART
 
 
+@dataclass(slots=True)
+class Arriving:
+    """The blocks of the host with which a request will start, if the pool has room for it; they are in use until then.
+
+    Attributes:
+        numbers: logical block -> host block, ascending, of what it takes from the host.
+        beside: KV group of vLLM -> the same of other groups, all of which comes to the device.
+        holes: of `numbers`, blocks that stay there.
+        room: of these, blocks whose place layers fill.
+        from_host: how many blocks of its prefix the device does not have, in all groups.
+    """
+
+    numbers: dict[int, int]
+    beside: dict[int, dict[int, int]]
+    holes: range
+    room: range
+    from_host: int
+
+    @property
+    def used(self) -> list[int]:
+        """Host blocks, of all groups."""
+        return [number for each in (self.numbers, *self.beside.values()) for number in each.values()]
+
+
 class Staging(Mechanism):
     """Plans prompts such that staging pages hold the host blocks of all of them, and keeps the host blocks of requests.
 
@@ -26,6 +51,7 @@ class Staging(Mechanism):
 
     Attributes:
         pool: the host blocks.
+        arriving: request -> what it takes from the host, if it starts with the step being planned.
     """
 
     pool: HostPool
@@ -38,8 +64,7 @@ class Staging(Mechanism):
         #: Request -> tokens that it computes in the step being planned, without drafts. vLLM allocates blocks for the
         #: last request.
         self._planned: dict[str, int] = {}
-        #: Requests that could start with blocks of the host in the step being planned.
-        self._arriving: dict[str, RequestBlocks] = {}
+        self.arriving: dict[str, Arriving] = {}
 
     @classmethod
     def serves(cls, config: KVPolicyConfig) -> bool:
@@ -47,9 +72,7 @@ class Staging(Mechanism):
 
     def before_schedule(self) -> None:
         self._free = self._pages
-        for blocks in self._arriving.values():
-            self.cancel_arrival(blocks)
-        self._arriving.clear()
+        self._cancel_all()
 
     def limit_tokens(self, request: Any, computed_tokens: int, new_tokens: int) -> int:
         req_id, left = request.request_id, request.num_tokens - computed_tokens
@@ -63,7 +86,7 @@ class Staging(Mechanism):
 
     def _limit_chunk(self, request: Any, blocks: RequestBlocks, computed_tokens: int, new_tokens: int) -> int:
         """Return how many tokens of a prompt are computed; reserve staging pages for them."""
-        arriving = blocks.residence.arriving
+        arriving = self.arriving.get(request.request_id)
         holes = blocks.holes if arriving is None else len(arriving.holes)
         if not holes:
             return new_tokens
@@ -117,22 +140,24 @@ class Staging(Mechanism):
 
     def on_free(self, request: Any) -> None:
         self._planned.pop(request.request_id, None)
+        self.cancel_arrival(request.request_id)
         for group in self.view.groups:
             if (blocks := group.residents.get(request.request_id)) is not None:
-                self.cancel_arrival(blocks)
                 self.pool.release(self.view.next_plan, blocks)
 
     def on_reset(self) -> None:
         # Weights may have changed.
-        for blocks in self._arriving.values():
-            self.cancel_arrival(blocks)
+        self._cancel_all()
         self.pool.forget(self.view.next_plan)
 
-    def cancel_arrival(self, blocks: RequestBlocks) -> None:
+    def cancel_arrival(self, req_id: str) -> None:
         """Let go what a request would have started with, if it has not started."""
-        if (arriving := blocks.residence.arriving) is not None:
-            blocks.residence.arriving = None
+        if (arriving := self.arriving.pop(req_id, None)) is not None:
             self.pool.leave(self.view.next_plan, arriving.used)
+
+    def _cancel_all(self) -> None:
+        for req_id in list(self.arriving):
+            self.cancel_arrival(req_id)
 
 
 def room_to_come(blocks: RequestBlocks) -> np.ndarray:

@@ -242,11 +242,7 @@ class EvictableManager(FullAttentionManager):
     ) -> None:
         super().add_local_computed_blocks(request_id, new_computed_blocks, *args, **kwargs)
         there = np.flatnonzero([not block.is_null for block in new_computed_blocks])
-        resident = self.residents.get(request_id)
-        if resident is not None and resident.residence.arriving is not None:
-            resident.residence.adopt(there, len(new_computed_blocks))
-            self._count(resident, len(there))
-        elif len(there) < len(new_computed_blocks):
+        if len(there) < len(new_computed_blocks):
             self.residents[request_id].adopt(there, len(new_computed_blocks))
 
     def allocate_external_computed_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> None:

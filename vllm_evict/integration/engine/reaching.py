@@ -20,9 +20,8 @@ from ...core.actions import Action, Applied
 from ...core.blocks import RequestBlocks
 from ...core.host_pool import Copy, HostPool
 from ...core.mechanisms import Metric, Staging
-from ...core.mechanisms.staging import room_to_come
+from ...core.mechanisms.staging import Arriving, room_to_come
 from ...core.plan import COUNTED, READ_ON_HOST, EvictionPlan, RoomOf
-from ...core.residence import Arriving
 from ...environment import poison_mode
 from ..start.attending import kv_heads
 from .allocation import take_from_host
@@ -167,7 +166,7 @@ class Reaching(Staging):
     def on_hit(self, request: Request, hit: Hit) -> Hit:
         """Return the prefix that is on the device or on the host, if it is longer than what vLLM has found."""
         blocks, size = self._manager.residents[request.request_id], self._manager.block_size
-        self.cancel_arrival(blocks)
+        self.cancel_arrival(request.request_id)
         if not self._caches or request.skip_reading_prefix_cache or not blocks.config.reaches:
             return hit
         tables, found = self._find(request, request.num_tokens - 1)
@@ -183,8 +182,7 @@ class Reaching(Staging):
         if (numbers := self._hold(request, found, (*room, *holes), beside)) is None:
             return hit
         from_host = sum(block is None for block, _ in found) + sum(map(len, beside.values()))
-        blocks.residence.arriving = Arriving(numbers, beside, holes, room, from_host)
-        self._arriving[request.request_id] = blocks
+        self.arriving[request.request_id] = Arriving(numbers, beside, holes, room, from_host)
         table = [FROM_HOST if index in numbers else block for index, (block, _) in enumerate(found)]
         for index in holes:
             table[index] = self._cache.block_pool.null_block
@@ -292,10 +290,9 @@ class Reaching(Staging):
     def on_start(self, plan: EvictionPlan, req_id: str, blocks: Sequence[RequestBlocks]) -> None:
         """Order workers to bring what a request has on the device from the host, and to read the rest there."""
         (its,), manager, request = blocks, self._manager, self._scheduler.requests[req_id]
-        if (arriving := its.residence.arriving) is None:
+        if (arriving := self.arriving.pop(req_id, None)) is None:
             return
-        del self._arriving[req_id]
-        its.residence.arriving, numbers, room = None, arriving.numbers, arriving.room
+        numbers, room = arriving.numbers, arriving.room
         stay = {*room, *arriving.holes}
         fetched = [
             *((each, arriving.beside[each.kv_cache_group_id]) for each in self._beside),

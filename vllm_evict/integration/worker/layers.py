@@ -28,7 +28,7 @@ from ...compute.runtime import EvictionRuntime
 from ...compute.shape import Shape
 from ...compute.store import Store
 from ...config import STREAMING, KVPolicyConfig, KVPolicyError
-from ...config.features import UNREAD, reads_keys
+from ...config.features import READ_OF_LAYERS, READ_OF_SOME, UNREAD, reads_keys
 from ...core.layout import Layout
 from ...environment import decode_kernel
 from ...policies import RUNNING
@@ -433,9 +433,7 @@ def settle(
         for group in runtime.groups:
             group.leave_out(BlockMass)  # that of audits: a policy that measures reads keys
     decodes &= all(map(ops.can_decode, layers.values()))
-    parts = config.classes.values()
-    alike = len(parts) == 1 and not config.statistics and not any(part.layers_differ for part in parts)
-    if config.sparse_heads and not decodes and not alike:
+    if not decodes and (READ_OF_LAYERS.of(config) or READ_OF_SOME.of(config)):
         raise KVPolicyError(
             "read: the plugin's decode kernel does not run here (VLLM_EVICT_DECODE=stock, a CPU without AVX2, ALiBi "
             "slopes), so all layers read alike: leave dense_layers, a list of leaders and policies that score or split "

@@ -5,6 +5,7 @@ from typing import Any
 
 from vllm.config import VllmConfig
 
+from ...compute.attention.fp8 import FP8
 from ...compute.attention.ops import CPU_FP8_NAMES
 from ...compute.runtime import EvictionRuntime
 from ...config import KVPolicyConfig, KVPolicyError
@@ -40,13 +41,12 @@ def left_by_sources(
     Raises:
         KVPolicyError: no block is left.
     """
-    part = next((part for part in config.classes.values() if part.reaches or part.sparse), None)
-    if part is None:
-        return available
-    size, on_device = runtime.groups[0].block_size, runtime.ops.compiles
+    model, on_device = vllm_config.model_config, runtime.ops.compiles
+    dtype = FP8 if advice.cache_dtype(vllm_config) in CPU_FP8_NAMES else model.dtype
+    keys = block if model.use_mla else block // 2  # all of a latent is a key
+    index = max(group.source.bytes_beside(keys, dtype) for group in runtime.groups)
     pages = max(group.source.staging for group in runtime.groups)
-    index = _index_bytes(vllm_config, part, block, size)
-    of_host = host_blocks(vllm_config, config, block, size) * index if on_device else 0
+    of_host = host_blocks(vllm_config, config, block, runtime.groups[0].block_size) * index if on_device else 0
     left = (available - pages * block - of_host) * block // (block + index)
     if pages and left < block:
         also, less = (f" and an index of {of_host} bytes for the host", " or host") if on_device else ("", "")
@@ -55,24 +55,3 @@ def left_by_sources(
             f"bytes{also}; expected more; set --max-model-len{less} to less, or give the KV cache more memory"
         )
     return left
-
-
-def _index_bytes(vllm_config: VllmConfig, config: KVPolicyConfig, block: int, size: int) -> int:
-    """Return the bytes that stand for a block of `size` tokens under `index`."""
-    if config.index == "box":
-        return _box_bytes(vllm_config, block, size)
-    # A key's signs and its token's scale, and a centre.
-    dims = vllm_config.model_config.get_head_size()
-    item = 1 if advice.cache_dtype(vllm_config) in CPU_FP8_NAMES else vllm_config.model_config.dtype.itemsize
-    return _halves_of_keys(vllm_config) * block * (16 * dims + size * (dims + 16)) // (16 * size * dims * item)
-
-
-def _box_bytes(vllm_config: VllmConfig, block: int, size: int) -> int:
-    """Return the bytes of a block's box of keys: two vectors of its keys."""
-    wide = 4 if advice.cache_dtype(vllm_config) in CPU_FP8_NAMES else 1  # of fp8 caches in float32
-    return _halves_of_keys(vllm_config) * wide * block // size
-
-
-def _halves_of_keys(vllm_config: VllmConfig) -> int:
-    """Return how many halves of a block are keys: of a block of latents both."""
-    return 2 if vllm_config.model_config.use_mla else 1
