@@ -139,6 +139,10 @@ SERVERS = {
     "one table beside states": ({**HYBRID, "scheduler_config__disable_hybrid_kv_cache_manager": True}, ALL),
     "one table beside windows": ({**WINDOWS, "scheduler_config__disable_hybrid_kv_cache_manager": True}, ALL),
     "fast prefill": ({"cache_config__kv_sharing_fast_prefill": True}, ALL),
+    "TurboQuant": (
+        {"cache_config__cache_dtype": "turboquant_k8v4", "cache_config__kv_cache_dtype_skip_layers": ["0"]},
+        ALL,
+    ),
     "fp8": ({"cache_config__cache_dtype": "fp8_e5m2"}, ""),
     "fp8 latents": (
         {**MLA, "cache_config__cache_dtype": "fp8"},

@@ -251,11 +251,16 @@ def test_a_gpu_may_keep_fp8_with_one_scale_for_a_layer(backend):
         "fp8_per_token_head",
         "int8_per_token_head",
         "nvfp4",
-        "turboquant_k8v4",
     ):
         with pytest.raises(KVPolicyError, match=rf"'{name}'.* cuda engine: use --kv-cache-dtype auto or fp8 \("):
             check(name)
         check(name, UNMEASURED)
+    for policy in ({"name": "h2o"}, UNMEASURED):  # vLLM names the layers that it leaves as they are
+        with pytest.raises(
+            KVPolicyError, match=r"'turboquant_k8v4', which no backend .*: use --kv-cache-dtype auto or"
+        ) as said:
+            check("turboquant_k8v4", policy, ["0"])
+        assert "skip-layers" not in str(said.value)
     check("fp8", skipped=["sliding_window"])
     check("fp8", UNMEASURED, ["0"])
     with pytest.raises(KVPolicyError, match="differ between layers: leave --kv-cache-dtype-skip-layers out"):

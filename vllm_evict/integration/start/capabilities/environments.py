@@ -319,9 +319,15 @@ FAST_PREFILL = Environment(
     {ANY: "where most queries of a prompt skip the layers that share, and count in no score"},
     "leave --kv-sharing-fast-prefill out",
 )
+TURBOQUANT = Environment(
+    "KV cache dtype {dtype!r}",
+    lambda server: server.dtype.startswith("turboquant"),
+    {ANY: "which no backend reads on which policies run"},
+    "use {read_dtypes}",
+)
 UNREAD_DTYPE = Environment(
     "KV cache dtype {dtype!r}",
-    lambda server: server.unread_dtype,
+    lambda server: server.unread_dtype and not TURBOQUANT.of(server),
     {READS: "which the plugin can't read on vLLM's {platform} engine"},
     "use {read_dtypes}",
 )
@@ -333,7 +339,8 @@ FP8_ON_OLD_GPU = Environment(
 )
 UNLIKE_DTYPES = Environment(
     "KV cache dtypes that differ between layers",
-    lambda server: set(server.cache.kv_cache_dtype_skip_layers) - {"sliding_window"},
+    # vLLM itself leaves some layers as they are beside TurboQuant.
+    lambda server: set(server.cache.kv_cache_dtype_skip_layers) - {"sliding_window"} and not TURBOQUANT.of(server),
     {READS: ""},
     "leave --kv-cache-dtype-skip-layers out",
 )
