@@ -27,6 +27,7 @@ from vllm_evict.eval.score import score
 from vllm_evict.eval.sessions import Sessions
 from vllm_evict.integration.engine.reaching import Reaching
 from vllm_evict.integration.start.describe import kernels_line
+from vllm_evict.integration.worker import staging
 
 #: Of 8 blocks 1 is of sinks, 5 are the room and 2 have recent tokens.
 REACH = {"name": "full", "evict": "host", "host": "64MiB", "budget": 256, "buffer": 0, "sink": 32, "recent": 32}
@@ -146,6 +147,17 @@ def test_an_index_takes_what_is_reserved_for_it(kind, dtype):
     index = BlockIndex(kind, store, Shape(BLOCK, 1, 64, 2, 1, head_size=64))
     index.allocate(3, 0, late=False)
     assert index.kept_bytes == 3 * index.bytes_beside(keys.nbytes, dtype)
+
+
+def test_each_group_of_heads_that_choose_takes_an_index(monkeypatch):
+    monkeypatch.setattr(staging.advice, "cache_dtype", lambda vllm_config: "auto")
+    source = SimpleNamespace(staging=0, bytes_beside=lambda keys, dtype: keys // 5)
+    runtime = SimpleNamespace(
+        groups=[SimpleNamespace(source=source, block_size=16)] * 3, ops=SimpleNamespace(compiles=True)
+    )
+    server = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32, use_mla=False))
+    config = KVPolicyConfig(name="full", read=1024)
+    assert staging.left_by_sources(server, config, runtime, 1000, 1_000_000) == 1_000_000 * 1000 // 1300
 
 
 def assert_nothing_left(server):

@@ -1,4 +1,4 @@
-"""Memory beside the pool: staging pages for blocks of the host (`compute.reach`)."""
+"""Memory beside the pool: what sources take for the index of its blocks, and staging pages (`compute.reach`)."""
 
 from copy import deepcopy
 from typing import Any
@@ -33,7 +33,7 @@ def left_by_sources(
 ) -> int:
     """Return the bytes of `available` that are left for a pool beside staging pages and the index of the pool.
 
-    The index of host blocks lies beside the pool's: on a CPU in the memory that the host has.
+    On a device the index of host blocks takes of the same memory; on a CPU it takes of the host's.
 
     Args:
         block: bytes of a block of the pool.
@@ -44,7 +44,7 @@ def left_by_sources(
     model, on_device = vllm_config.model_config, runtime.ops.compiles
     dtype = FP8 if advice.cache_dtype(vllm_config) in CPU_FP8_NAMES else model.dtype
     keys = block if model.use_mla else block // 2  # all of a latent is a key
-    index = max(group.source.bytes_beside(keys, dtype) for group in runtime.groups)
+    index = sum(group.source.bytes_beside(keys, dtype) for group in runtime.groups)
     pages = max(group.source.staging for group in runtime.groups)
     of_host = host_blocks(vllm_config, config, block, runtime.groups[0].block_size) * index if on_device else 0
     left = (available - pages * block - of_host) * block // (block + index)
