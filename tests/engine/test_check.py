@@ -263,6 +263,15 @@ def test_a_model_whose_images_cannot_be_prepared_is_not_taken_for_one_of_text(as
     assert status == 2 and "models of ['Gemma3ForConditionalGeneration'] need, torchvision" in line
 
 
+def test_a_model_of_text_and_sounds_needs_no_files_but_its_configuration(ask, tmp_path):
+    """What vLLM misses here, the tokenizer, changes nothing about attention."""
+    text = {"model_type": "llama", "max_position_embeddings": 4096, "num_hidden_layers": 2}
+    known = {"architectures": ["UltravoxModel"], "model_type": "ultravox", "audio_config": {"model_type": "whisper"}}
+    (tmp_path / "config.json").write_text(json.dumps({**known, "text_config": text}))
+    ((status, (said, _)),) = ask("h200", [str(tmp_path)])
+    assert status == 0 and "attention backend FLASH_ATTN" in said
+
+
 @pytest.mark.parametrize(
     "before",
     [["vllm", "serve"], ["VLLM_MINE=a=b", "vllm", "serve"], ["python3", "-m", "vllm.entrypoints.openai.api_server"]],

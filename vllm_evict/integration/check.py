@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,10 +24,7 @@ from .start import stand_in
 DEFAULT = "h2o-pressure"
 #: What comes before the flags in a command that was pasted whole: settings of its environment, and its names.
 ASSIGNED = re.compile(r"[A-Z][A-Z0-9_]*=")
-COMMANDS = (
-    ["vllm", "serve"],
-    *([python, "-m", "vllm.entrypoints.openai.api_server"] for python in ("python", "python3")),
-)
+COMMANDS = re.compile(r"vllm serve |python3? -m vllm\.entrypoints\.openai\.api_server ")
 #: Where vLLM has the flags of its server.
 CLI_ARGS = "vllm.entrypoints.launchers.cli_args"
 #: Arguments of the front end for which vLLM reads a template, or the tokenizer, and what stands for none of them.
@@ -34,8 +32,8 @@ UNREAD = {"chat_template": None, "reasoning_parser": "", "reasoning_config": Non
 #: vLLM's error where it can't import a model's class.
 UNINSPECTED = re.compile(r"Model architectures (\[.*\]) failed to be inspected")
 LACKING = (
-    "vLLM can't import here what models of {} need, torchvision most often; expected what a host that serves the model "
-    "has: pip install torchvision"
+    "vLLM lacks here what models of {} need, torchvision or files beside config.json most often; expected what a host "
+    "that serves the model has"
 )
 HELP = f"""Whether a server starts under a KV policy: prints what its start-up line says first, with exit status 0, or
 each refusal and the way around it, with exit status 1. Needs vLLM, and neither the device nor the model's weights.
@@ -81,9 +79,8 @@ def _own(argv: Sequence[str]) -> tuple[str, list[str]]:
     while len(flags) > 1 and ASSIGNED.match(flags[0]):  # of a command that was pasted whole
         name, value = flags.pop(0).split("=", 1)
         os.environ[name] = value
-    for command in COMMANDS:
-        if flags[: len(command)] == command:
-            del flags[: len(command)]
+    if command := COMMANDS.match(" ".join(flags)):
+        del flags[: command[0].count(" ")]
     if not flags:
         raise CheckError("check got no MODEL; expected a folder with a config.json, or a name in the local Hub cache")
     return own.device, flags
@@ -102,7 +99,7 @@ def become(device: str) -> None:
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # vLLM does so later
     # What is not in the local Hub cache is not asked for over the network.
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         stand_in.become(device)
     except ModuleNotFoundError as error:
@@ -131,7 +128,7 @@ def accepted(flags: Sequence[str]) -> list[str]:
     if isinstance(drafter, str) and "/" in drafter:  # "ngram" is none
         _look_for_model('"model" in --speculative-config', drafter, drafts.get("revision"))
     vllm_config = _tried(_configured, arguments)
-    _look_for_processor(vllm_config.model_config)
+    _tried(_look_for_processor, vllm_config.model_config)
     # Imported here: the modules need a vLLM whose platform is known.
     from .engine.spec import policy_config
     from .start import advice, connectors, describe
@@ -236,19 +233,20 @@ def _look_for_model(given: str, model: str, revision: str | None) -> None:
 
 
 def _look_for_processor(model: Any) -> None:
-    """See whether vLLM has the processor of a model's images: else it takes the model for one of text.
+    """See whether vLLM took a model whose images attend to themselves for one of text, for want of their processor.
 
     Raises:
-        CheckError: it has not.
+        CheckError: it did.
     """
-    from vllm.multimodal import MULTIMODAL_REGISTRY
-
-    if not model.is_multimodal_model or model.multimodal_config.language_model_only:
+    if not model.is_multimodal_model or model.is_mm_prefix_lm:
         return
-    try:
-        MULTIMODAL_REGISTRY.get_processing_info(model)
-    except ValueError:
-        raise CheckError(LACKING.format(model.architectures)) from None
+    known, with_images = model.multimodal_config, copy(model)
+    limits = [known.get_limit_per_prompt(modality) for modality in known.limit_per_prompt]
+    if known.language_model_only or (limits and not any(limits)):
+        return  # the user leaves images out
+    vars(with_images)["_supports_multimodal_for_mm_prefix"] = lambda: True
+    if with_images.get_model_arch_config().is_mm_prefix_lm:
+        raise CheckError(LACKING.format(model.architectures))
 
 
 def _configured(arguments: _Parsed) -> Any:
@@ -269,7 +267,7 @@ def _tried(call: Callable[..., Any], *args: Any) -> Any:
     """
     try:
         return call(*args)
-    except KVPolicyError:
+    except (CheckError, KVPolicyError):
         raise
     except (ValueError, NotImplementedError, TypeError) as error:
         if found := UNINSPECTED.search(str(error)):
