@@ -266,7 +266,9 @@ def show(
     config = KVPolicyConfig.parse(policy)
     if budget is not None:
         config = KVPolicyConfig.parse(config.to_dict() | {"budget": int(budget) if budget.is_integer() else budget})
-    is_new = not out.exists()
+    if model.startswith((".", "/")) and not Path(model).exists():
+        raise EvalError(f"no model at {model}")
+    is_new = not os.path.lexists(out)
     try:  # before the engine starts
         out.parent.mkdir(parents=True, exist_ok=True)
         out.open("a").close()
@@ -275,10 +277,7 @@ def show(
     except OSError as error:
         raise EvalError(f"--out got {out}; expected a file that can be written: {error}") from None
     from ..integration.show import run
-    from .backends import check_model
     from .show import page
-
-    check_model(model)
 
     shown = run(model, config, text, max_tokens, _object(engine_args, "--engine-args"))
     out.write_text(page(shown, f"{Path(model).name}, {config.name}, budget {config.budget}"), encoding="utf-8")
