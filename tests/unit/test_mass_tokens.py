@@ -288,7 +288,7 @@ def test_without_extension(monkeypatch, caplog):
     expected = Batch(*MIXED).reference()
     monkeypatch.setattr(mass, "_C_cpu", None)
     monkeypatch.setattr(mass, "_warned", False)
-    with caplog.at_level(logging.WARNING, "vllm_evict"):
+    with caplog.at_level(logging.WARNING, "vllm.evict"):
         assert_close(Batch(*MIXED).run(), expected)
         Batch(*MIXED).run()
     assert len(caplog.records) == 1

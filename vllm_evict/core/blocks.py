@@ -183,7 +183,7 @@ class RequestBlocks:
     def adopt(self, there: np.ndarray, blocks: int) -> None:
         """Start with some blocks of a cached prefix (see `Residence.adopt`)."""
         self.residence.adopt(there, blocks)
-        if not self.config.reaches:  # prompts read the others on the host
+        if not self.config.reaches:  # prompts read its holes on the host
             self.pure_tokens = blocks * self.block_size
 
     def note_step(self, first: int, tokens: int) -> None:

@@ -172,8 +172,8 @@ def _check_places(vllm_config: Any, request: Any) -> None:
 
 
 def _misplaced_in(request: Any) -> str | None:
-    """Return where a client put one of `REQUEST_FIELDS` that vLLM drops unseen: beside `vllm_xargs`, or in another
-    dict.
+    """Return where a client put one of `REQUEST_FIELDS` that vLLM drops unseen: beside `vllm_xargs`, or in a part of
+    the request.
     """
     for place, unknown in _unknown_in(request):
         for key, value in unknown.items():
@@ -192,7 +192,7 @@ def _unknown_in(request: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """
     yield "", request.model_extra or {}
     for name in request.model_fields_set & type(request).model_fields.keys():
-        part = getattr(request, name)
+        part = vars(request).get(name)  # a property may warn that it is deprecated
         yield name, getattr(part, "model_extra", None) or getattr(part, UNKNOWN, {})
 
 
