@@ -110,7 +110,10 @@ REFUSED = {
     ),
     "context": ({"name": "h2o", **BASE, "context": 1024}, "a context and layers that share a cache.*leave context out"),
     "kvzip": ({"name": "kvzip", **BASE}, "kvzip and layers that share a cache.*leave kvzip out"),
-    "dense layers": ({"name": "full", "read": 256, "dense_layers": 1}, "layers that share a cache.*set dense_layers: 0"),
+    "dense layers": (
+        {"name": "full", "read": 256, "dense_layers": 1},
+        "layers that share a cache.*set dense_layers: 0",
+    ),
 }
 
 
