@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from importlib.metadata import distribution
+from types import SimpleNamespace
 
 import pytest
 from releases import BORROWED
@@ -261,6 +262,23 @@ def test_a_model_whose_images_cannot_be_prepared_is_not_taken_for_one_of_text(as
     (tmp_path / "config.json").write_text(json.dumps(known))
     ((status, (line,)),) = ask("h200", [str(tmp_path)])
     assert status == 2 and "models of ['Gemma3ForConditionalGeneration'] need, torchvision" in line
+
+
+@pytest.mark.parametrize("limits, alone, attend", [({}, False, True), ({}, True, False), ({"image": 0}, False, False)])
+def test_images_attend_to_themselves_though_they_cannot_be_prepared_here(limits, alone, attend):
+    class Model:
+        is_multimodal_model, model_arch_config = True, False
+        multimodal_config = SimpleNamespace(
+            language_model_only=alone, limit_per_prompt=limits, get_limit_per_prompt=limits.get
+        )
+
+        def _supports_multimodal_for_mm_prefix(self):
+            return False
+
+        def get_model_arch_config(self):
+            return self._supports_multimodal_for_mm_prefix()
+
+    assert check._with_images(Model()).model_arch_config is attend
 
 
 def test_a_model_of_text_and_sounds_needs_no_files_but_its_configuration(ask, tmp_path):

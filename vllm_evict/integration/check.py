@@ -12,7 +12,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from copy import copy
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,8 +31,7 @@ UNREAD = {"chat_template": None, "reasoning_parser": "", "reasoning_config": Non
 #: vLLM's error where it can't import a model's class.
 UNINSPECTED = re.compile(r"Model architectures (\[.*\]) failed to be inspected")
 LACKING = (
-    "vLLM lacks here what models of {} need, torchvision or files beside config.json most often; expected what a host "
-    "that serves the model has"
+    "vLLM lacks here what models of {} need, torchvision most often; expected what a host that serves the model has"
 )
 HELP = f"""Whether a server starts under a KV policy: prints what its start-up line says first, with exit status 0, or
 each refusal and the way around it, with exit status 1. Needs vLLM, and neither the device nor the model's weights.
@@ -128,7 +126,6 @@ def accepted(flags: Sequence[str]) -> list[str]:
     if isinstance(drafter, str) and "/" in drafter:  # "ngram" is none
         _look_for_model('"model" in --speculative-config', drafter, drafts.get("revision"))
     vllm_config = _tried(_configured, arguments)
-    _tried(_look_for_processor, vllm_config.model_config)
     # Imported here: the modules need a vLLM whose platform is known.
     from .engine.spec import policy_config
     from .start import advice, connectors, describe
@@ -232,21 +229,20 @@ def _look_for_model(given: str, model: str, revision: str | None) -> None:
         raise CheckError(f"{file} got {type(read).__name__}; expected a JSON object")
 
 
-def _look_for_processor(model: Any) -> None:
-    """See whether vLLM took a model whose images attend to themselves for one of text, for want of their processor.
+def _with_images(model: Any) -> Any:
+    """Return a model's configuration, as a host has it that prepares images.
 
-    Raises:
-        CheckError: it did.
+    vLLM takes a model for one of text if it lacks torchvision, or the tokenizer. Then images would not attend to
+    themselves, and other attention backends would do.
     """
-    if not model.is_multimodal_model or model.is_mm_prefix_lm:
-        return
-    known, with_images = model.multimodal_config, copy(model)
+    if not model.is_multimodal_model:
+        return model
+    known = model.multimodal_config
     limits = [known.get_limit_per_prompt(modality) for modality in known.limit_per_prompt]
-    if known.language_model_only or (limits and not any(limits)):
-        return  # the user leaves images out
-    vars(with_images)["_supports_multimodal_for_mm_prefix"] = lambda: True
-    if with_images.get_model_arch_config().is_mm_prefix_lm:
-        raise CheckError(LACKING.format(model.architectures))
+    if not known.language_model_only and (any(limits) or not limits):  # the user did not leave images out
+        vars(model)["_supports_multimodal_for_mm_prefix"] = lambda: True
+        model.model_arch_config = model.get_model_arch_config()
+    return model
 
 
 def _configured(arguments: _Parsed) -> Any:
@@ -255,6 +251,8 @@ def _configured(arguments: _Parsed) -> Any:
     from vllm.usage.usage_lib import UsageContext
 
     engine_args = AsyncEngineArgs.from_cli_args(arguments)
+    make_model = engine_args.create_model_config
+    vars(engine_args)["create_model_config"] = lambda: _with_images(make_model())
     return engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER, headless=arguments.headless)
 
 
@@ -267,7 +265,7 @@ def _tried(call: Callable[..., Any], *args: Any) -> Any:
     """
     try:
         return call(*args)
-    except (CheckError, KVPolicyError):
+    except KVPolicyError:
         raise
     except (ValueError, NotImplementedError, TypeError) as error:
         if found := UNINSPECTED.search(str(error)):
