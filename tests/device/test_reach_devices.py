@@ -44,7 +44,7 @@ def check_answers(server, dense, policy):
     subject = server({**REACH, **policy}, **OPTIONS)
     for name in ("begin", "end"):
         without_waits(subject.worker.kv_evict, name)
-    for name in ("rewrite", "step", "rows", "read", "told"):
+    for name in ("rewrite", "step", "kernel_rows", "read", "told"):
         without_waits(part_of(subject.runtime, Reach), name)
     without_waits(part_of(subject.runtime, Reach).index, "fill")
     chosen, uses = 0, []
@@ -107,7 +107,7 @@ def test_without_a_host_answers_are_those_of_such_a_dense_model(server, dense, p
     policy = {**FIELDS[fields], "read": 160, "sink": 32, "recent": 32}
     policy.pop("fetch", None)
     subject = server({"name": "full", **policy}, **OPTIONS, max_num_seqs=2)
-    for name in ("cut", "rewrite", "step", "rows", "read"):
+    for name in ("cut", "rewrite", "step", "kernel_rows", "read"):
         without_waits(part_of(subject.runtime, Read), name)
     without_waits(part_of(subject.runtime, Read).index, "fill")
     chosen, lengths = 0, ((190, 14), (420, 12)) if "read_prompts" in policy else ((420, 12), (100, 14))
