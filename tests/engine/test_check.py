@@ -281,6 +281,13 @@ def test_images_attend_to_themselves_though_they_cannot_be_prepared_here(limits,
     assert check._with_images(Model()).model_arch_config is attend
 
 
+def test_every_model_is_asked_whether_it_has_images(folders, monkeypatch):
+    asked = []
+    monkeypatch.setattr(check, "_with_images", lambda model: asked.append(model) or model)
+    made = check._configured(check._parse([str(folders["llama"]), *FLAGS]))
+    assert asked == [made.model_config]
+
+
 def test_a_model_of_text_and_sounds_needs_no_files_but_its_configuration(ask, tmp_path):
     """What vLLM misses here, the tokenizer, changes nothing about attention."""
     text = {"model_type": "llama", "max_position_embeddings": 4096, "num_hidden_layers": 2}
@@ -296,6 +303,8 @@ def test_a_model_of_text_and_sounds_needs_no_files_but_its_configuration(ask, tm
 )
 def test_a_command_may_be_pasted_whole(monkeypatch, before):
     monkeypatch.setattr(os, "environ", dict(os.environ))
+    with pytest.raises(check.CheckError, match="got no MODEL"):
+        check._own(["--device", "cpu", *before])
     assert check._own(["--device", "cpu", *before, "MODEL", "--port", "1"]) == ("cpu", ["MODEL", "--port", "1"])
     assert os.environ.get("VLLM_MINE") == ("a=b" if "VLLM_MINE=a=b" in before else None)
 

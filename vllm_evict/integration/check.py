@@ -21,7 +21,7 @@ from .start import stand_in
 
 #: The policy of a server that names none.
 DEFAULT = "h2o-pressure"
-#: What comes before the flags in a command that was pasted whole: settings of its environment, and its names.
+#: What comes before MODEL in a command that was pasted whole: a setting of its environment, and its name.
 ASSIGNED = re.compile(r"[A-Z][A-Z0-9_]*=")
 COMMANDS = re.compile(r"vllm serve |python3? -m vllm\.entrypoints\.openai\.api_server ")
 #: Where vLLM has the flags of its server.
@@ -30,6 +30,7 @@ CLI_ARGS = "vllm.entrypoints.launchers.cli_args"
 UNREAD = {"chat_template": None, "reasoning_parser": "", "reasoning_config": None}
 #: vLLM's error where it can't import a model's class.
 UNINSPECTED = re.compile(r"Model architectures (\[.*\]) failed to be inspected")
+#: What is said then.
 LACKING = (
     "vLLM lacks here what models of {} need, torchvision most often; expected what a host that serves the model has"
 )
@@ -77,7 +78,7 @@ def _own(argv: Sequence[str]) -> tuple[str, list[str]]:
     while len(flags) > 1 and ASSIGNED.match(flags[0]):  # of a command that was pasted whole
         name, value = flags.pop(0).split("=", 1)
         os.environ[name] = value
-    if command := COMMANDS.match(" ".join(flags)):
+    if command := COMMANDS.match(" ".join([*flags, ""])):
         del flags[: command[0].count(" ")]
     if not flags:
         raise CheckError("check got no MODEL; expected a folder with a config.json, or a name in the local Hub cache")
