@@ -1,6 +1,7 @@
 """Rooms of the package and what each may import, inside functions too; only `integration` knows vLLM."""
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -120,3 +121,10 @@ def test_core_runs_without_torch_and_vllm():
     )
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, cwd=PACKAGE.parent)
     assert done.stdout.strip() == "128", done.stderr
+
+
+def test_modules_log_below_vllms_logger():
+    """Lines of any other logger have no handler: vLLM's says where they go, and at which level."""
+    named = {file.name: re.findall(r'logger = .*ogger\("(.+)"\)', file.read_text()) for file in PACKAGE.rglob("*.py")}
+    named = {file: names for file, names in named.items() if names}
+    assert len(named) > 15 and all(names == ["vllm.evict"] for names in named.values()), named
