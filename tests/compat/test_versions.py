@@ -99,7 +99,13 @@ def test_the_table_of_releases_is_that_of_the_results():
     assert f"<!-- python tests/harness/releases.py -->\n{releases.table()}\n" in page
 
 
-@pytest.mark.parametrize("version", ["0.32.1", "0.99.0", "0.33.0rc1", "0.33.0.dev5+g4ba787e", "1.0.0"])
+@pytest.mark.parametrize(
+    "version",
+    [
+        *("0.32.1", "0.99.0", "0.33.0rc1", "0.33.0.dev5+g4ba787e", "1.0.0", "0.32.0.post1", "0.32.0+d20261128", "dev"),
+        *("0.32.0+fork", "0.32.0+cu130.fork", "1!0.32.0", "0.32", "v0.32.0"),
+    ],
+)
 def test_another_release_is_served_with_one_line_if_all_that_is_touched_is_the_same(version, installed, warned):
     for _ in range(2):
         versions.check(version, installed)
@@ -110,8 +116,17 @@ def test_another_release_is_served_with_one_line_if_all_that_is_touched_is_the_s
 @pytest.mark.parametrize("change", TOUCHED)
 def test_a_touched_function_that_changed_is_named(change, installed, warned):
     edit, named = TOUCHED[change]
-    message = refusal("0.32.1", Edited(installed, *edit))
-    assert f"which differs from vLLM {HERE} in {named}: install" in message and not warned
+    for version in ("0.32.1", "0.32.0.post1", "0.32.0+fork"):
+        message = refusal(version, Edited(installed, *edit))
+        assert f"which differs from vLLM {HERE} in {named}: install" in message and not warned
+
+
+@pytest.mark.parametrize("version, later", [("0.31.0", 0), ("0.32.0+cpu", 1), ("0.33.0.post1", 2), ("dev", 2)])
+def test_one_version_is_asked(version, later, monkeypatch):
+    """That of the package which is imported, whatever a distribution called vllm says."""
+    monkeypatch.setattr(vllm, "__version__", version)
+    assert (versions.serves_on_v2(), versions.layers_size_blocks("cpu")) == (later > 0, later > 1)
+    assert versions.layers_size_blocks("cuda")
 
 
 COMMENT = (BLOCK_POOL, "# ref_cnt=0 means this block is in", "# ref_cnt=0: this block is in")

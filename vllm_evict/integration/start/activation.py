@@ -20,9 +20,7 @@ def activate(vllm_config: Any, config: KVPolicyConfig) -> None:
     if connectors.prefills_alone(vllm_config):
         logger.info("KV policy %s: %s", config.name, connectors.PREFILLS)
         return
-    from vllm import __version__
-
-    versions.check(__version__)
+    versions.check(versions.release())
     backends.choose(vllm_config, config)
     config = refuse.check_config(vllm_config, config)
     model = vllm_config.model_config

@@ -2,9 +2,10 @@
 
 What differs for one function alone stands in it, with the release ("since 0.32").
 
-A release that `CHECKED` lists is served. The sources of any other release are compared at start: it is served if each
-function that the plugin replaces, calls or relies on is that of a checked release, else refused. `touched.json` has the
-digests of these functions in each checked release; `tests/harness/guard` writes it.
+A release that `CHECKED` lists is served, in vLLM's own builds. The sources of all others (a post-release, a build of a
+fork, a version that is none) are compared at start: one is served if each function that the plugin replaces, calls or
+relies on is that of a checked release, else refused. `touched.json` has the digests of these functions in each checked
+release; `tests/harness/guard` writes it.
 """
 
 import functools
@@ -13,13 +14,13 @@ import importlib
 import importlib.util
 import json
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from ...config import KVPolicyError
 from .sources import FUNCTIONS, Found, Sources
@@ -28,6 +29,8 @@ from .sources import FUNCTIONS, Found, Sources
 CHECKED = ("0.30.0", "0.31.0", "0.32.0", "0.33.0")
 #: Of them, releases on whose own builds tests have been run (benchmarks/results/versions has the results).
 RUN = ("0.30.0", "0.31.0", "0.32.0")
+#: Labels of vLLM's own builds of a release: the device that they are for.
+BUILDS = re.compile(r"cpu|cu\d+|rocm\d*|xpu|tpu")
 #: Modules whose content some releases have in another module: where it was -> where it went.
 MOVED = {  # vLLM 0.33
     "vllm.entrypoints.launchers.cli_args": "vllm.entrypoints.common.cli_args",
@@ -48,17 +51,35 @@ def check(release: str, sources: Sources | None = None) -> None:
     """Refuse a release of vLLM that is not checked, unless all that the plugin touches is as in a checked release.
 
     Args:
-        release: of vLLM.
+        release: of vLLM, as `release` returns it.
         sources: of vLLM; None for those that are installed.
 
     Raises:
         KVPolicyError: naming the functions that differ, and releases to install.
     """
-    parsed = Version(release)
-    if parsed.is_prerelease or parsed.base_version not in CHECKED:
+    if (base := release.partition("+")[0]) not in CHECKED or not _is_own_build(release):
         _check_sources(release, sources)
-    elif parsed.base_version not in RUN:
+    elif base not in RUN:
         _warn_not_run(release)
+
+
+def _is_own_build(release: str) -> bool:
+    """Return whether vLLM's own project built a release, as far as its version tells."""
+    labels = release.partition("+")[2]
+    return all(BUILDS.fullmatch(label) for label in labels.split(".")) if labels else True
+
+
+def release() -> str:
+    """Return the version of the vLLM that is imported. Its distribution may have another name, or another version."""
+    return str(importlib.import_module("vllm").__version__)
+
+
+def since(first: str) -> bool:
+    """Return whether the vLLM that is imported is of this release or a later one, or has a version that is none."""
+    try:
+        return Version(release()) >= Version(first)
+    except InvalidVersion:  # "dev", of a checkout that was not built
+        return True
 
 
 def splits_in_builders() -> bool:
@@ -70,12 +91,12 @@ def splits_in_builders() -> bool:
 
 def layers_size_blocks(device: str) -> bool:
     """Return whether layers tell vLLM the size of blocks on a device: on GPUs, and on CPUs since vLLM 0.33."""
-    return device != "cpu" or Version(version("vllm")) >= Version("0.33")
+    return device != "cpu" or since("0.33")
 
 
 def serves_on_v2() -> bool:
     """Return whether speculation and stages are served on Model Runner V2 of this vLLM: 0.32 and later."""
-    return Version(version("vllm")) >= Version("0.32")
+    return since("0.32")
 
 
 def import_moved(module: str, name: str) -> Any:
