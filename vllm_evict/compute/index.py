@@ -1,15 +1,18 @@
 """What stands for the keys of each block, wherever it lives: layers choose blocks by it.
 
-It is signs of keys (`kernels.signs`), or a box of them (Quest: Tang et al., ICML 2024, arXiv:2406.10774).
+It is their numbers at two bits each (`kernels.codes`), signs (`kernels.signs`), or a box of them (Quest: Tang et al.,
+ICML 2024, arXiv:2406.10774).
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from .attention.fp8 import scaled
 from .kernels.bounds import key_bounds
+from .kernels.codes import pack_keys, store_codes
 from .kernels.reach import SCRATCH
 from .kernels.signs import key_signs, store_signs
 from .probes import LayerCall
@@ -17,15 +20,39 @@ from .shape import Shape
 from .store import Store
 from .transfer import to_device
 
-#: The bits of a NaN in bfloat16.
-NAN = 0x7FC0
+#: Two bytes of which numbers of any index are NaN: the units of codes, centres and boxes.
+NAN = 0x7FFF
+
+
+class Kind(NamedTuple):
+    """A kind of index.
+
+    Attributes:
+        of_keys: [n, Hkv, block_size, D] -> [n, Hkv, X].
+        put: writes what stands for keys into an index: (index, blocks, keys).
+    """
+
+    of_keys: Callable[[torch.Tensor], torch.Tensor]
+    put: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+def _put_boxes(index: torch.Tensor, blocks: torch.Tensor, keys: torch.Tensor) -> None:
+    index[blocks] = key_bounds(keys)
+
+
+#: Kinds by the value of the field `index`.
+KINDS = {
+    "bits": Kind(pack_keys, store_codes),
+    "signs": Kind(key_signs, store_signs),
+    "box": Kind(key_bounds, _put_boxes),
+}
 
 
 class BlockIndex:
     """The index of all blocks of one KV group: those of the pool, and after them those of the host.
 
     Args:
-        kind: "signs" or "box".
+        kind: a key of `KINDS`.
         store: KV cache of the group.
         shape: sizes of the group.
 
@@ -34,8 +61,8 @@ class BlockIndex:
     """
 
     def __init__(self, kind: str, store: Store, shape: Shape) -> None:
-        self._signs, self._store, self._shape, self._device = kind == "signs", store, shape, shape.device
-        self._of_keys: Callable[[torch.Tensor], torch.Tensor] = key_signs if self._signs else key_bounds
+        self._of_keys, self._put = KINDS[kind]
+        self._store, self._shape, self._device = store, shape, shape.device
         self.of_layers: list[torch.Tensor] = []
         #: Blocks of the pool, after which come those of the host.
         self._pool = 0
@@ -72,12 +99,6 @@ class BlockIndex:
         keys, _ = call.ops.read(call.layer, call.kv_cache, filled, False)
         self._put(self.of_layers[call.place], filled, keys)
 
-    def _put(self, index: torch.Tensor, blocks: torch.Tensor, keys: torch.Tensor) -> None:
-        if self._signs:
-            store_signs(index, blocks, keys)
-        else:
-            index[blocks] = self._of_keys(keys)
-
     def note(self, filled: torch.Tensor | None) -> None:
         """Have blocks wait for their index, which is computed when a layer may ask for it."""
         if filled is None:
@@ -105,7 +126,7 @@ class BlockIndex:
         here += self._pool
         for index in self.of_layers:
             if kind == "poison":
-                index[here] = float("nan") if index.is_floating_point() else NAN
+                index.view(torch.int16)[here] = NAN
             elif kind == "fetch":
                 index[there] = index[here]
             else:

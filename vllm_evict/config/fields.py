@@ -149,10 +149,11 @@ READ = (
     ),
     Option(
         "index",
-        Literal["signs", "box"],
+        Literal["bits", "signs", "box"],
         "signs",
-        "with `read`: what layers choose blocks by; `signs`, a bit for each dimension of each key and a scale for each "
-        "token; `box`, the least and the largest value of each dimension",
+        "with `read`: what layers choose blocks by; `bits`, two bits for each number of a key, with a middle and a "
+        "step for each dimension of 32 tokens; `signs`, a bit for each number and a scale for each token; `box`, the "
+        "least and the largest value of each dimension",
     ),
     Option("hold", whole(1), 8, "with `read`: decode steps that read one choice, at most"),
     Option(

@@ -5,7 +5,7 @@ A box has the least and the largest value of each dimension (Quest: Tang et al.,
 
 import torch
 
-from .logits import probabilities, soft_capped
+from .logits import block_scores
 
 
 def key_bounds(keys: torch.Tensor, length: int | None = None, verified: torch.Tensor | None = None) -> torch.Tensor:
@@ -48,7 +48,8 @@ def bound_scores(
 
     The query's product with a key is at most the sum over dimensions of its larger product with the two bounds of a
     box. Shares are the softmax of these products over all blocks, as if each block had one key that reaches them. A
-    soft cap rises with its argument, so capped products bound capped scores.
+    soft cap rises with its argument, so capped products bound capped scores. A box with a number that is not finite
+    gets `logits.UNKNOWN`.
 
     Args:
         query: [H, D], rotated.
@@ -62,10 +63,11 @@ def bound_scores(
     """
     heads = query.float().unflatten(0, (bounds.shape[1], -1)) * scale  # [Hkv, G, D]
     parts = torch.cat((heads.clamp(min=0), heads.clamp(max=0)), -1)
-    products = soft_capped(parts @ bounds.float().permute(1, 2, 0), soft_cap)  # [Hkv, G, n]
-    if there is not None:
-        products = products.masked_fill(~there, -torch.inf)
-    return probabilities(products, None if sinks is None else sinks.view(*heads.shape[:2], 1)).sum((0, 1))
+    products = parts @ bounds.float().permute(1, 2, 0)  # [Hkv, G, n]
+    own = None if sinks is None else sinks.view(*heads.shape[:2], 1)
+    if there is None:
+        return block_scores(products[..., None], soft_cap, own)
+    return block_scores(products.masked_fill(~there, -torch.inf)[..., None], soft_cap, own).masked_fill(~there, 0)
 
 
 def bound_scores_reference(

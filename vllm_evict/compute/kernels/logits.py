@@ -4,6 +4,9 @@ from typing import Any
 
 import torch
 
+#: The score of a block whose logits are not all finite: below that of any other.
+UNKNOWN = -1.0
+
 
 def logits_of(layer: Any) -> dict[str, Any]:
     """Return a layer's arguments `soft_cap` and `sinks` of functions here and of kernels."""
@@ -34,3 +37,19 @@ def probabilities(logits: torch.Tensor, sinks: torch.Tensor | None = None) -> to
         return logits.softmax(-1)
     sinks = sinks.to(logits.dtype).expand(*logits.shape[:-1], 1)
     return torch.cat((logits, sinks), -1).softmax(-1)[..., :-1]
+
+
+def block_scores(logits: torch.Tensor, soft_cap: float, sinks: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the attention that each block may draw, summed up over heads: float32 [..., blocks].
+
+    A block with a logit that is not finite takes nothing from other blocks, and has `UNKNOWN`.
+
+    Args:
+        logits: float32 [..., Hkv, G, blocks, tokens], not capped yet.
+        soft_cap: see `soft_capped`.
+        sinks: see `probabilities`.
+    """
+    unknown = ~logits.isfinite().all(-1, keepdim=True)
+    shares = probabilities(soft_capped(logits, soft_cap).masked_fill(unknown, -torch.inf).flatten(-2), sinks)
+    of_blocks = shares.unflatten(-1, logits.shape[-2:]).sum(-1).masked_fill(unknown[..., 0], torch.nan)
+    return of_blocks.sum((-3, -2)).nan_to_num(UNKNOWN)

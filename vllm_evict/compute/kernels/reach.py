@@ -1,19 +1,24 @@
 """Blocks that one layer of decodes reads, wherever they live: scored, fetched from the host, named in a table.
 
-They are scored by signs of their keys (`signs`) or by Quest's boxes (`bounds`). One choice serves all heads of a layer;
-a layer may choose by the scores of a layer before it.
+They are scored by two bits for each number of their keys (`bits`), by signs of their keys (`signs`) or by Quest's boxes
+(`bounds`), which the dtype of an index tells apart. One choice serves all heads of a layer; a layer may choose by the
+scores of a layer before it.
 """
 
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import torch
 
+from .bits import bit_scores
 from .bounds import bound_scores
 from .mass import _C_cpu
 from .signs import TILE_DIMS, TILE_QUERIES, sign_scores, tile_scores
 
 #: Bytes of a device's scratch for logarithms, or more if four rows need more: it bounds the rows of one launch.
 SCRATCH = 64 << 20
+#: What scores blocks by an index of a dtype; boxes have the dtype of keys.
+SCORES: Final[dict[torch.dtype, Callable[..., torch.Tensor]]] = {torch.uint8: bit_scores, torch.int16: sign_scores}
 #: Fields of `ReachRows` that have a number of each row: the first ones.
 OF_ROWS: Final = 11
 
@@ -90,8 +95,8 @@ def reach(
     Args:
         rows: see `ReachRows`.
         query: [T, H, D].
-        index: [n, Hkv, X] of `signs.key_signs`, or of `bounds.key_bounds` as boxes: of blocks of the pool, and from
-            `rows.pool` on of the host.
+        index: [n, Hkv, X] of `codes.pack_keys`, of `signs.key_signs`, or of `bounds.key_bounds` as boxes: of blocks of
+            the pool, and from `rows.pool` on of the host.
         numbers: int32 [slots, W], the host block of each logical block; -1: it is in the pool alone.
         held, read: int32 [slots, n], the logical block in each block of the layer's rooms, and the step that read it
             last; both are updated.
@@ -118,7 +123,7 @@ def reach(
         from ...triton_kernels.reach import reach as on_device
 
         on_device(*args)
-    elif _C_cpu is None:
+    elif _C_cpu is None or (index.dtype == torch.uint8 and not hasattr(_C_cpu, "store_codes")):
         reach_reference(*args)
     else:
         _C_cpu.reach(*args, isa)
@@ -154,12 +159,11 @@ def reach_reference(
         if chooses:
             if leads:
                 own = index[torch.where(on_host[:full] >= 0, rows.pool + on_host[:full], written[:full]).long()]
-                queries, signs = query[token : token + count], index.dtype == torch.int16
+                queries, score = query[token : token + count], SCORES.get(index.dtype, bound_scores)
                 its = None if sinks is None else sinks.expand(len(query), -1)[token : token + count]
-                if signs and count >= TILE_QUERIES and query.shape[2] <= TILE_DIMS:
+                if score is sign_scores and count >= TILE_QUERIES and query.shape[2] <= TILE_DIMS:
                     scores[slot, :full] = tile_scores(queries, own, scale, soft_cap, its, tables)
                 else:
-                    score = sign_scores if signs else bound_scores
                     of_each = [
                         score(one, own, scale, soft_cap, None if its is None else its[i])
                         for i, one in enumerate(queries)

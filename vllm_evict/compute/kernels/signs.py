@@ -7,7 +7,7 @@ has such indexes; it centres keys otherwise and quantises their magnitudes too.
 
 import torch
 
-from .logits import probabilities, soft_capped
+from .logits import block_scores
 from .mass import _C_cpu
 
 #: Tokens whose signs of one dimension are one word.
@@ -105,9 +105,8 @@ def sign_scores(
     """
     keys = signed_keys(signs, query.shape[1])
     heads = query.float().unflatten(0, (keys.shape[1], -1)) * scale  # [Hkv, G, D]
-    logits = soft_capped(torch.einsum("hgd,nhtd->hgnt", heads, keys), soft_cap)
     own = None if sinks is None else sinks.view(*heads.shape[:2], 1)
-    return probabilities(logits.flatten(2), own).unflatten(2, logits.shape[2:]).sum((0, 1, 3))
+    return block_scores(torch.einsum("hgd,nhtd->hgnt", heads, keys), soft_cap, own)
 
 
 def tile_scores(
@@ -134,9 +133,9 @@ def tile_scores(
         best = _looked_up(heads, scales, bits)
     else:
         best = torch.einsum("qhgd,nhtd->qhgnt", heads, scales[..., None] * (bits * 2 - 1)).amax(-1)
-    logits = soft_capped(best + torch.einsum("qhgd,nhd->qhgn", heads, centre), soft_cap)
+    logits = best + torch.einsum("qhgd,nhd->qhgn", heads, centre)
     own = None if sinks is None else sinks.view(*heads.shape[:3], 1)
-    return probabilities(logits, own).sum((1, 2)).amax(0)
+    return block_scores(logits[..., None], soft_cap, own).amax(0)
 
 
 def _looked_up(heads: torch.Tensor, scales: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
