@@ -28,6 +28,9 @@ POLICIES = {
     "h2o-all-max": {"name": "h2o", **BASE, "sets": "all", "heads": "max", "layers": "max"},
     "h2o-odd": {"name": "h2o", **BASE, "budget": 200, "buffer": 0, "sink": 20, "recent": 50},
     "tova": {"name": "tova", **BASE},
+    "tova-units": {"name": "tova", **BASE, "unit": BLOCK},
+    "snapkv-units-layer": {"name": "snapkv", **BASE, "window": 24, "kernel": 3, "unit": 16, "sets": "layer"},
+    "h2o-d2o-layer": {"name": "h2o", **BASE, "merge": "d2o", "unit": 8, "sets": "layer", "heads": "max"},
     "snapkv": {"name": "snapkv", **BASE, "window": 24, "kernel": 7},
     "knorm": {"name": "knorm", **BASE},
     "keydiff": {"name": "keydiff", **BASE},
@@ -53,7 +56,9 @@ def prompt_of(length, seed=0):
 
 
 @pytest.mark.oracle("full attention")
-@pytest.mark.nightly(push=("h2o", "h2o-d2o", "h2o-ema", "keydiff-ems-all", "rkv", "snapkv", "tova"))
+@pytest.mark.nightly(
+    push=("h2o", "h2o-d2o-layer", "h2o-ema", "keydiff-ems-all", "rkv", "snapkv-units-layer", "tova-units")
+)
 @pytest.mark.both_runners("h2o")
 @pytest.mark.parametrize("name", [name for name in POLICIES if name != "knorm"])
 def test_each_head_keeps_what_the_formula_says(engine, model, dense, name):
@@ -69,9 +74,14 @@ def test_each_head_keeps_what_the_formula_says(engine, model, dense, name):
     for (prompt, _), output, trace in zip(requests, outputs, traces):
         (request,) = assert_tokens_like_oracle(dense, prompt, output, trace, policy)
         if len(request.kept) > 1:
-            sets = {tuple(kept) for kept in request.kept[-1].values()}
-            assert (len(sets) == 1) == (policy.get("sets") == "all"), "heads were to keep their own tokens"
-            assert len({len(kept) for kept in sets}) == 1
+            kept = request.kept[-1]
+            of_layers = [{tuple(tokens) for at, tokens in kept.items() if at[0] == layer} for layer in range(3)]
+            each = {"head": 4, "layer": 1, "all": 1}[policy.get("sets", "head")]
+            assert [len(sets) for sets in of_layers] == [each] * 3, "heads were to keep tokens of their own"
+            assert (len(set.union(*of_layers)) == 1) == (policy.get("sets") == "all")
+            assert len({len(tokens) for tokens in kept.values()}) == 1
+            starts = [first for tokens in kept.values() for first in tokens[:: policy.get("unit", 1)]]
+            assert not any(first % policy.get("unit", 1) for first in starts), "units were cut"
     assert sum(bool(evicted) for evicted in traces[0].evicted) > 2
     server.assert_nothing_left()
 
@@ -231,6 +241,14 @@ def test_what_cannot_be_had_is_refused():
         parse({"name": "h2o", "granularity": "token", "when": "pressure"})
     with pytest.raises(KVPolicyError, match="granularity: input should be 'block' or 'token', not 'word'"):
         parse({"name": "h2o", "granularity": "word"})
+    with pytest.raises(
+        KVPolicyError, match="unit: 16 tokens of a head stay or go together: it needs granularity: token"
+    ):
+        parse({"name": "h2o", "unit": 16})
+    with pytest.raises(KVPolicyError, match="retrieval: sets: heads of a layer lie in several KV groups"):
+        parse({"name": "duo", "pattern": ["01"], "retrieval": {**POLICIES["h2o"], "sets": "layer"}})
+    with pytest.raises(KVPolicyError, match="unit: 12 tokens do not divide a block of 32; .* 1, 2, 4, 8, 16, 32"):
+        parse({**POLICIES["h2o"], "unit": 12}).check(BLOCK, 3, 4, 2048)
     config = parse(POLICIES["h2o"])
     assert config.for_request({"kv_policy": "knorm"}, 1000, 32).granularity == "token"
     assert config.for_request({"kv_policy": "sink-window"}, 1000, 32).granularity == "block"
@@ -248,7 +266,7 @@ def test_a_rank_may_have_no_heads_of_a_group(sets):
     store = SimpleNamespace(kv_heads=list, compact=lambda source, keep, target: calls.append(keep))
     plan = Compaction("a", 0, list(range(1, 11)), [2, 3], config, 320, 1, 7, 319)
     compact(plan, store, sums, BLOCK, None, lambda values, maximise: calls.append(values.tolist()) or values)
-    assert calls == ([[]] if sets == "head" else [[0.0] * 7 * BLOCK, []])
+    assert calls == ([[]] if sets == "head" else [[[0.0] * 7 * BLOCK], []])
 
 
 def test_bands_of_layers_may_keep_tokens(engine, model, dense):

@@ -32,9 +32,9 @@ SERVERS = {
         {**BASE, "name": "kvzip", "granularity": "token", "allow": ["h2o"]},
         [None, {"kv_budget": 128}, {"kv_policy": "h2o"}],
     ),
-    # One set for all heads is agreed on.
-    "tokens-all": (
-        {**BASE, "name": "kvzip", "granularity": "token", "sets": "all", "allow": ["h2o"]},
+    # One set for the heads of a layer is agreed on.
+    "tokens-layer": (
+        {**BASE, "name": "kvzip", "granularity": "token", "sets": "layer", "unit": 16, "allow": ["h2o"]},
         [None, {"kv_budget": 128}, {"kv_policy": "h2o"}],
     ),
     "pyramidkv": ({**BASE, "name": "pyramidkv", "bands": 2}, [None, None, None]),

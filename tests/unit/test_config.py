@@ -61,7 +61,14 @@ def test_to_dict_is_what_parse_takes_and_json_carries(name):
     values = {"budget": 0.25, "buffer": 96, "sink": 48, "recent": 100, "accumulate": "ema", "decay": 0.5}
     values |= {"window": 7, "every": 3, "heads": "max", "layers": "mean", "protect": False, "min_prompt": 300}
     values |= {"kernel": 5, "mix": 0.25, "seed": 11, "chunk": 500, "instruction": [3, 4], "when": policy.triggers[-1]}
-    values |= {"sets": "all", "merge": "d2o", "merge_decay": 0.3, "merge_threshold": 0.1, "granularity": "token"}
+    values |= {
+        "sets": "all",
+        "unit": 4,
+        "merge": "d2o",
+        "merge_decay": 0.3,
+        "merge_threshold": 0.1,
+        "granularity": "token",
+    }
     values |= {"context": None, "prompt": "whole", "exact": True}
     reading = {"read": 700, "hold": 3, "leaders": 2, "index": "box"}
     waiting = {"evict": "host", "host": 1 << 30, "fetch": 5, **reading}

@@ -115,10 +115,8 @@ def compact(
     judge = judge if order.config.policy.measures & RUNNING else None
     judged = None if judge is None else judge.judged(order.req_id, order.position, order.judged)
     scores = _importance(order, store, judged, resident, slice(first, first + count))
-    if order.config.sets == "all":
-        one = _reduced(scores, count, order.config, all_reduce, device)
-        scores = [one.expand(len(layer), -1) for layer in scores]
-    keep = [_kept(layer, len(order.target) * block_size) for layer in scores]
+    scores = _shared(scores, count, order.config, all_reduce, device)
+    keep = [_kept(layer, len(order.target) * block_size, order.config.unit) for layer in scores]
     source = slice(order.first, order.first + order.count)
     merged = _merged(order, store, merger, resident[source], scores, keep) if order.config.merge else []
     on_host = (torch.tensor(blocks, dtype=torch.int32) for blocks in (order.source[source], order.target))
@@ -208,24 +206,37 @@ def _age(positions: torch.Tensor, newest: int, every: int) -> torch.Tensor:
     return (counted_before(newest + 1, every) - counted_before(positions, every)).double().clamp(min=1)
 
 
-def _kept(importance: torch.Tensor, kept: int) -> torch.Tensor:
-    """Return the indices of the `kept` most important tokens, int64 [Hkv, kept], ascending; of equals the newest."""
-    ranked = importance.argsort(dim=1, stable=True)
-    return ranked[:, importance.shape[1] - kept :].sort(dim=1).values
+def _kept(importance: torch.Tensor, kept: int, unit: int) -> torch.Tensor:
+    """Return the indices of the `kept` tokens in the most important units; of equal ones the newest.
+
+    Args:
+        importance: float64 [Hkv, count].
+        kept, unit: tokens; `unit` divides `kept` and `count`.
+
+    Returns:
+        int64 [Hkv, kept], ascending.
+    """
+    ranked = importance.unflatten(1, (-1, unit)).sum(2).argsort(dim=1, stable=True)
+    units = ranked[:, ranked.shape[1] - kept // unit :].sort(dim=1).values
+    return (units[:, :, None] * unit + torch.arange(unit, device=units.device)).flatten(1)
 
 
-def _reduced(
+def _shared(
     layers: list[torch.Tensor],
     count: int,
     config: Any,
     all_reduce: AllReduce,
     device: torch.device,
-) -> torch.Tensor:
-    """Reduce importance over all heads, layers and ranks: float64 [count]."""
+) -> list[torch.Tensor]:
+    """Give heads that share a set one importance, reduced over them and over ranks: for each layer [Hkv, count]."""
+    if config.sets == "head":
+        return layers
     # A rank without heads of the KV group takes part with zeros.
     of_layers = [torch.zeros(count, dtype=torch.float64, device=device)] if not layers else []
     for layer in layers:
         of_layers.append(layer.amax(0) if config.heads == "max" else layer.sum(0))
     stacked = torch.stack(of_layers)
-    one = stacked.amax(0) if config.layers == "max" else stacked.sum(0)
-    return all_reduce(one, config.heads == "max")
+    if config.sets == "all":
+        stacked = stacked.amax(0, keepdim=True) if config.layers == "max" else stacked.sum(0, keepdim=True)
+    reduced = all_reduce(stacked, config.heads == "max").expand(len(of_layers), -1)
+    return [one.expand(len(layer), -1) for one, layer in zip(reduced, layers)]

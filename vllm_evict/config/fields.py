@@ -202,9 +202,16 @@ PER_TOKEN = (
     ),
     Option(
         "sets",
-        Literal["head", "all"],
+        Literal["head", "layer", "all"],
         "head",
-        "with `token`: `head`, a set of kept tokens for each KV head of each layer; `all`, one set for all of them",
+        "with `token`: `head`, a set of kept tokens for each KV head of each layer; `layer`, one for each layer; "
+        "`all`, one for all of them",
+    ),
+    Option(
+        "unit",
+        whole(1),
+        1,
+        "with `token`: successive tokens that stay or go together, by the sum of their scores; a divisor of the block",
     ),
     Option(
         "merge",

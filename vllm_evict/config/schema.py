@@ -240,9 +240,13 @@ def _goes_together(config: KVPolicyConfig) -> None:
             raise ValueError(f"{field}: {why}")
 
 
-def _merges_tokens(config: KVPolicyConfig) -> None:
+def _keeps_tokens(config: KVPolicyConfig) -> None:
     if config.merge and config.granularity != "token":
         raise ValueError(f"merge: {config.merge!r} merges tokens: it needs granularity: token")
+    if config.unit > 1 and config.granularity != "token":
+        raise ValueError(f"unit: {config.unit} tokens of a head stay or go together: it needs granularity: token")
+    if config.retrieval is not None and config.retrieval.sets == "layer":
+        raise ValueError("retrieval: sets: heads of a layer lie in several KV groups: use sets: head or all")
 
 
 def _keeps_on_the_host(config: KVPolicyConfig) -> None:
@@ -390,7 +394,7 @@ def _has_the_trigger(config: KVPolicyConfig) -> None:
 
 
 RULES: tuple[Callable[[KVPolicyConfig], None], ...] = (
-    _allows_what_there_is, _goes_together, _merges_tokens, _keeps_on_the_host, _reads_less, _goes_with_its_allocator,
+    _allows_what_there_is, _goes_together, _keeps_tokens, _keeps_on_the_host, _reads_less, _goes_with_its_allocator,
     _fits_its_context, _has_the_trigger, _room_to_choose, _audits,
 )  # fmt: skip
 REGISTRY.reserved |= frozenset(dir(KVPolicyConfig)) | frozenset(KVPolicyConfig.__annotations__)

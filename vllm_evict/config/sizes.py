@@ -269,7 +269,7 @@ class Sizes(Frozen):
 
         Raises:
             KVPolicyError: the context has no room for a budget; the pattern of heads has another shape than the model;
-                no layer is left that reads a part.
+                no layer is left that reads a part; a unit of tokens does not divide a block.
         """
         if self.pattern and self.head_pattern.retrieval.shape != (layers, kv_heads):
             shape = self.head_pattern.retrieval.shape
@@ -284,6 +284,11 @@ class Sizes(Frozen):
                     "expected layers of the model, and a layer after them that chooses"
                 )
         for part in self.classes.values():
+            if block_size % part.unit:
+                raise KVPolicyError(
+                    f"unit: {part.unit} tokens do not divide a block of {block_size}; expected a divisor; set one of "
+                    f"{', '.join(str(n) for n in range(1, block_size + 1) if block_size % n == 0)}"
+                )
             limits = part.limits(block_size, max_model_len)
             if not limits or not isinstance(self.context, int):
                 continue

@@ -27,7 +27,8 @@ def _blocks(rng, sizes):
 
 def _tokens(rng, sizes):
     name = rng.choice(TOKEN_POLICIES)
-    policy = {"name": name, "granularity": "token", "sets": rng.choice(["head", "all"]), **sizes}
+    policy = {"name": name, "granularity": "token", "sets": rng.choice(["head", "layer", "all"]), **sizes}
+    policy["unit"] = rng.choice([1, 1, 4, 16])
     policy["merge"] = rng.choice([None, None, "d2o", "ems"])
     return {**policy, "allow": [*_others(TOKEN_POLICIES, name), "sink-window", "full"]}
 

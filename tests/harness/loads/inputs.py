@@ -32,7 +32,7 @@ LONGEST = 10_000_000
 CHOICES = {
     "when": ("budget", "pressure"),
     "granularity": ("block", "token"),
-    "sets": ("head", "all"),
+    "sets": ("head", "layer", "all"),
     "merge": ("d2o", "ems", None),
     "accumulate": ("sum", "mean", "ema", "last"),
     "heads": ("sum", "mean", "max"),
@@ -47,7 +47,7 @@ CHOICES = {
 #: Field -> least and most of a whole number.
 SIZES = {
     **dict.fromkeys(("buffer", "sink", "recent", "min_prompt"), (0, WHOLE - 1)),
-    **dict.fromkeys(("window", "every", "chunk", "kernel", "bands", "hold"), (1, WHOLE - 1)),
+    **dict.fromkeys(("window", "every", "chunk", "kernel", "bands", "hold", "unit"), (1, WHOLE - 1)),
     **dict.fromkeys(("read", "read_prompts", "fetch", "dense_layers"), (0, WHOLE - 1)),
     "again_rounds": (1, 9),
     "seed": (0, (1 << 63) - 1),

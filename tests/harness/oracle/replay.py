@@ -36,6 +36,7 @@ class Config:
     context: int = 2**62  # farthest that a query looks back
     ahead: int = 0  # tokens that may come before another decision
     whole: int = 0  # tokens before which nothing is evicted
+    unit: int = 1  # by token: tokens that stay or go together
 
     def __post_init__(self):
         assert self.policy in POLICIES, self.policy

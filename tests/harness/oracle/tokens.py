@@ -12,7 +12,7 @@ from .replay import REDUCE, Replay, Request, candidates_of, cosine, redundancy, 
 
 
 class TokenRequest(Request):
-    """heads: bool [L, G], those of its KV group; sets: "head", or "all" for one set of tokens for all heads.
+    """heads: bool [L, G], those of its KV group; sets: "head", "layer" or "all", whose heads keep the same tokens.
     merge: the plugin's fields for merging, or None. scores: of a reconstructed prompt, float64 [L, G, n]; ready: steps
     before the first decision by them.
     """
@@ -77,18 +77,21 @@ class TokenRequest(Request):
             resident = torch.nonzero(~self.gone[layer, head])[:, 0]
             places[layer, head] = resident[first : first + count]
             values[layer, head] = self.token_importance(layer, head, resident, places[layer, head])
-        if self.sets == "all":
-            layers = [
-                REDUCE[config.heads](torch.stack([values[at] for at in values if at[0] == layer]))
+        if self.sets != "head":
+            layers = {
+                layer: REDUCE[config.heads](torch.stack([values[at] for at in values if at[0] == layer]))
                 for layer in range(self.model.layers)
                 if self.heads[layer].any()
-            ]
-            values = dict.fromkeys(values, REDUCE[config.layers](torch.stack(layers)))
+            }
+            if self.sets == "all":
+                layers = dict.fromkeys(layers, REDUCE[config.layers](torch.stack(list(layers.values()))))
+            values = {at: layers[at[0]] for at in values}
         for (layer, head), value in values.items():
-            order = value.argsort(stable=True)
-            going = order[: spare * size]
-            if spare * size < len(order):
-                low, high = value[order[spare * size - 1 : spare * size + 1]].tolist()
+            runs = torch.tensor([sum(value[i : i + config.unit].tolist()) for i in range(0, len(value), config.unit)])
+            order, lost = runs.argsort(stable=True), spare * size // config.unit
+            going = torch.tensor([i for i in range(len(value)) if i // config.unit in set(order[:lost].tolist())])
+            if lost < len(order):
+                low, high = runs[order[lost - 1 : lost + 1]].tolist()
                 if high > low:  # pooling makes neighbours equal: then the oldest go, here as there
                     self.closest = min(self.closest, (high - low) / max(abs(low), abs(high)))
             if self.merge:
