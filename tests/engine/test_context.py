@@ -283,7 +283,7 @@ def test_places(rounds, chance):
     """However blocks come and go: places rise one by one, never past a block's successor, and the newest blocks are at
     their own; after a move there is no gap."""
     resident = RequestBlocks(KVPolicyConfig.parse("h2o"), None, BLOCK)
-    resident.adopt(np.array([0, 2]), 3)  # a prefix out of the cache, one block of which was of no use
+    resident.adopt(np.array([0, 2]), 3, 3 * BLOCK)  # a prefix out of the cache, one block of which was of no use
     blocks, places = 3, {0: 0, 2: 2}
     for more, gone, moves in rounds:
         places |= {block: block for block in range(blocks, blocks + more)}

@@ -9,7 +9,7 @@ import test_poison
 import test_reach
 import test_read
 import torch
-from engine import exactly, logprobs_of, random_prompt
+from engine import after, exactly, logprobs_of, random_prompt
 from latent import mended_rotation
 from linear import stand_in_for_gdn, stand_in_for_mamba
 from oracle.hybrids import HYBRIDS, DenseHybrid, make_tiny_hybrid
@@ -18,6 +18,8 @@ from parts import published
 from vllm import _custom_ops
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+
+from vllm_evict.core.mechanisms import Pressure
 
 pytestmark = pytest.mark.minutes
 
@@ -220,6 +222,50 @@ def test_states_of_prompts_that_read_less_are_published_nowhere(engine, hybrids,
     for again in (prompt[:250], prompt[:200] + random_prompt(40, 1)):
         ours, theirs = (each.generate([again], max_tokens=5, logprobs=0)[0] for each in (server, stock))
         assert ours.num_cached_tokens == 192 and np.array_equal(logprobs_of(ours), logprobs_of(theirs))
+    server.assert_nothing_left()
+
+
+@pytest.mark.both_runners("h2o")
+@pytest.mark.parametrize("name", ["h2o", "sink-window"])
+def test_a_prompts_end_is_published_over_no_hole(engine, hybrids, whole_chunks, name):
+    """vLLM publishes the end of a prompt that fills a block in part with the step that computes it, and the state there.
+    Another request needs room in that very step, and in the steps around it."""
+    policy = {"name": name, "when": "pressure", "budget": 128, "sink": 32, "recent": 32, "buffer": 0, "allow": ["full"]}
+    options = {
+        **hybrids("falcon_h1"),
+        **CACHED,
+        "prefix_match_unit": 16,
+        "max_num_seqs": 4,
+        "mamba_cache_mode": "align",
+    }
+    server, full, held_back = engine(policy, blocks=62, **options), {"kv_policy": "full"}, []
+    crowd, prompt, other = (random_prompt(tokens, tokens) for tokens in (1000, 18 * BLOCK + 20, 20 * BLOCK))
+    end = 19 * BLOCK - 16
+
+    def look(server):
+        """What can be hit of the prompt is pure."""
+        for req_id, request in server.scheduler.requests.items():
+            pure = server.scheduler.residents[req_id].pure_tokens
+            if req_id.startswith("prompt") and pure is not None:
+                hits = [server.pool.get_cached_block(request.block_hashes[end // 16 - 1], [each]) for each in range(2)]
+                assert pure >= end or not any(hits)
+
+    def offered(offer, group, request):
+        if request.num_computed_tokens < end <= server.scheduler.residents[request.request_id].state.published_tokens:
+            held_back.append(len(offer.blocks))
+
+    after(server.scheduler.part(Pressure), "offer", offered)
+    for step in range(3, 10):
+        server.llm.reset_prefix_cache()
+        server.add(crowd, max_tokens=5, extra_args=full)
+        for _ in range(5):
+            server.llm.llm_engine.step()
+        server.add(prompt, f"prompt{step}", max_tokens=5)
+        for _ in range(step - 5):
+            server.llm.llm_engine.step()
+        server.add(other, max_tokens=5)
+        server.run(look)
+    assert held_back and not any(held_back)
     server.assert_nothing_left()
 
 

@@ -180,11 +180,11 @@ class RequestBlocks:
             config = config.profiled(self.config.name, self.block_size, prompt_len)
         self.config, self.limits = config, config.limits(self.block_size, prompt_len)
 
-    def adopt(self, there: np.ndarray, blocks: int) -> None:
-        """Start with some blocks of a cached prefix (see `Residence.adopt`)."""
+    def adopt(self, there: np.ndarray, blocks: int, tokens: int) -> None:
+        """Start with some blocks of a cached prefix of `tokens` tokens (see `Residence.adopt`)."""
         self.residence.adopt(there, blocks)
         if not self.config.reaches:  # prompts read its holes on the host
-            self.pure_tokens = blocks * self.block_size
+            self.pure_tokens = tokens
 
     def note_step(self, first: int, tokens: int) -> None:
         """Note a step that computes `tokens` tokens from token `first` on, before vLLM publishes what it fills.

@@ -36,10 +36,6 @@ class Group(Protocol):
     @property
     def in_flight(self) -> int: ...
 
-    def published_tokens(self, req_id: str) -> int:
-        """Return the tokens of a request in published blocks, the step being planned included."""
-        ...
-
     def note(self, req_id: str) -> None:
         """Note a request whose blocks may be over its trigger, though its table does not grow."""
         ...

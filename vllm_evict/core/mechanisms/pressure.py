@@ -178,9 +178,9 @@ class Pressure(Mechanism):
     def offer(self, group: Group, request: Any, *, unscored: bool = True) -> Offer:
         """`RequestBlocks.offer` of a request; nothing if it may lose no block in the step being planned."""
         blocks = group.residents[request.request_id]
-        # Published blocks of the step being planned must be computed without holes.
-        published = max(each.published_tokens(request.request_id) for each in self.view.groups)
-        if not blocks.started or not blocks.under_pressure or published > request.num_computed_tokens:
+        # What the step being planned publishes must be computed without holes.
+        publishes = blocks.state.published_tokens > request.num_computed_tokens
+        if publishes or not blocks.started or not blocks.under_pressure:
             return Offer(NO_BLOCKS, np.empty(0), 0)
         offer = Offer(*blocks.offer(settled(request), blocks.of(Offered).report, unscored=unscored))
         return self.view.mechanisms.passed("on_offer", offer, request, blocks)

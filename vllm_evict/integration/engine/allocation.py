@@ -2,7 +2,7 @@
 
 vLLM has no hook between a failed allocation and the preemption or wait that follows. It publishes the blocks that a
 step fills where it allocates their slots. And it counts the published tokens of a request by the blocks that the
-request still holds. No configuration can name the class of its `KVCacheManager`.
+request still holds. No configuration can name the class of its `KVCacheManager`, or of its `BlockPool`.
 """
 
 from collections.abc import Callable, Sequence
@@ -120,6 +120,34 @@ class Reads(Mechanism):
     @classmethod
     def serves(cls, config: KVPolicyConfig) -> bool:
         return config.sparse_heads or config.reaches
+
+
+def note_published(pool: Any, published: Callable[[Any, int, Sequence[Any]], None]) -> None:
+    """Call `published` as soon as others can hit tokens of a request in any KV group.
+
+    All that vLLM publishes of a request passes here: whole blocks, of groups whose blocks may differ in size, states,
+    and the end of a prompt that fills a block in part.
+
+    Args:
+        pool: vLLM's `BlockPool`, of one scheduler.
+        published: called with the request, the leading tokens that others can hit, and the blocks that have become
+            hits of these, while vLLM plans the step that computes the last of the tokens.
+    """
+    whole, part = pool.cache_full_blocks, pool.cache_partial_block
+
+    @wraps(whole)
+    def cache_full_blocks(
+        request: Any, blocks: Any, num_cached_blocks: int, num_full_blocks: int, block_size: int, *args: Any, **kw: Any
+    ) -> None:
+        whole(request, blocks, num_cached_blocks, num_full_blocks, block_size, *args, **kw)
+        published(request, num_full_blocks * block_size, blocks[num_cached_blocks:num_full_blocks])
+
+    @wraps(part)
+    def cache_partial_block(request: Any, block: Any, num_tokens: int, *args: Any, **kw: Any) -> Any:
+        published(request, num_tokens, [block])
+        return part(request, block, num_tokens, *args, **kw)
+
+    pool.cache_full_blocks, pool.cache_partial_block = cache_full_blocks, cache_partial_block
 
 
 def limit_tokens(scheduler: Any, limits: Sequence[Callable[[Any, int, int], int]]) -> None:

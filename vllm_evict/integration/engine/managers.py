@@ -73,8 +73,7 @@ class StateManager(hole_aware(MambaManager)):  # type: ignore[misc]  # a class m
         spec, blocks = self.kv_cache_spec, math.ceil(tokens / self.block_size) + self.num_speculative_blocks
         if self.mamba_cache_mode != "align":
             return blocks
-        # Two states, beside a copy of the state at which a hit ends.
-        return min(blocks, 2 + self.num_speculative_blocks + spec.num_prefill_checkpoint_blocks) + 1
+        return min(blocks, 2 + self.num_speculative_blocks + spec.num_prefill_checkpoint_blocks)
 
     def publish_end(self, request: Request) -> None:
         """Publish the state after the last pure token, where it is the state of a whole block.
@@ -238,12 +237,18 @@ class EvictableManager(FullAttentionManager):
         return [*hit[:sink], *[self._null_block] * (len(hit) - sink - window), *hit[-window:]]
 
     def add_local_computed_blocks(
-        self, request_id: str, new_computed_blocks: Sequence[KVCacheBlock], *args: Any, **kwargs: Any
+        self,
+        request_id: str,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        num_local_computed_tokens: int,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
-        super().add_local_computed_blocks(request_id, new_computed_blocks, *args, **kwargs)
+        super().add_local_computed_blocks(request_id, new_computed_blocks, num_local_computed_tokens, *args, **kwargs)
         there = np.flatnonzero([not block.is_null for block in new_computed_blocks])
         if len(there) < len(new_computed_blocks):
-            self.residents[request_id].adopt(there, len(new_computed_blocks))
+            # The prefix may end inside its last block.
+            self.residents[request_id].adopt(there, len(new_computed_blocks), num_local_computed_tokens)
 
     def allocate_external_computed_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> None:
         super().allocate_external_computed_blocks(request_id, *args, **kwargs)
@@ -271,8 +276,8 @@ class EvictableManager(FullAttentionManager):
         return resident
 
     def published_tokens(self, request_id: str) -> int:
-        """Return the tokens of a request that other requests can hit, those that the step being planned computes
-        included.
+        """Return the tokens of a request in whole blocks of this group that other requests can hit, those that the step
+        being planned computes included.
         """
         return self.num_cached_block.get(request_id, 0) * self.block_size
 

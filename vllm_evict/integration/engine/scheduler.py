@@ -1,7 +1,7 @@
 """vLLM's schedulers with eviction: workers measure, the scheduler decides, and its plan tells the workers."""
 
 import time
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from itertools import compress
 from typing import Any
@@ -26,7 +26,7 @@ from ...core.plan import PLAN, EvictionPlan, Scoring
 from ..start.drafters import lookahead
 from ..start.versions import any_waits
 from .admission import Admission
-from .allocation import count_published, limit_tokens
+from .allocation import count_published, limit_tokens, note_published
 from .followers import follow
 from .hits import Hit, Hits
 from .managers import BESIDE, ChunkManager, EvictableManager, SlidingManager, StateManager, put_beside
@@ -61,6 +61,7 @@ class EvictionMixin(Base):
         self.tally = Tally()
         self.kv_managers, self.other_managers = self._managers()
         count_published(self.kv_cache_manager, self._published_tokens)
+        note_published(self.kv_cache_manager.block_pool, self._note_published)
         self._plan = EvictionPlan.empty(len(self.kv_managers))
         self.hits = Hits(self)
         self.admission = Admission(self, self.hits)
@@ -317,6 +318,11 @@ class EvictionMixin(Base):
     def blocks_of(self, req_id: str) -> list[RequestBlocks]:
         """Return the blocks of a request in each KV group that may have holes."""
         return [manager.residents[req_id] for manager in self.kv_managers]
+
+    def _note_published(self, request: Request, tokens: int, blocks_of_pool: Sequence[KVCacheBlock]) -> None:
+        """Note that others can hit so many tokens of a request in a KV group (`RequestState.published_tokens`)."""
+        if (blocks := self.residents.get(request.request_id)) is not None:
+            blocks.state.published_tokens = max(blocks.state.published_tokens, tokens)
 
     def _published_tokens(self, request: Request) -> int | None:
         """Return the tokens of a request that others can hit, with evicted blocks; None if it has all its blocks."""
