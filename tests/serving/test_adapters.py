@@ -1,5 +1,6 @@
 """LoRA adapters on one server: an adapter's requests share prefixes and scores with each other, and with no other's."""
 
+import itertools
 import json
 
 import numpy as np
@@ -19,6 +20,7 @@ from vllm_evict.integration.engine.reconstruction import Reconstructions
 pytestmark = pytest.mark.minutes
 
 BLOCK, RANK, SCALE = 32, 8, 2.0
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 BASE = {"budget": 160, "buffer": 32, "sink": 32, "recent": 32}
 POLICIES = {
     "h2o": {"name": "h2o", **BASE},
@@ -34,24 +36,11 @@ ADAPTERS = (None, "a", "b")
 def adapters(tiny, tmp_path_factory):
     """Adapter -> (its `LoRARequest`, the oracle of the model with the adapter's product added to its weights)."""
     root, made = tmp_path_factory.mktemp("adapters"), {None: (None, DenseLlama(tiny))}
-    weights = load_file(tiny / "model.safetensors")
     for number, name in enumerate(ADAPTERS[1:], 1):
-        generator, own, merged = torch.Generator().manual_seed(number), {}, DenseLlama(tiny)
-        for key, weight in weights.items():
-            if any(each in key for each in ("q_proj", "k_proj", "v_proj", "o_proj")):
-                (rows, columns), module = weight.shape, key.removesuffix(".weight")
-                down = torch.randn(RANK, columns, generator=generator) * columns**-0.5
-                up = torch.randn(rows, RANK, generator=generator) * RANK**-0.5
-                own |= {f"base_model.model.{module}.lora_A.weight": down}
-                own |= {f"base_model.model.{module}.lora_B.weight": up}
-                merged.w[key] = weight + SCALE * up @ down
-        folder = root / name
-        folder.mkdir()
-        save_file(own, folder / "adapter_model.safetensors")
-        targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
-        config = dict(peft_type="LORA", r=RANK, lora_alpha=SCALE * RANK, target_modules=targets, bias="none")
-        (folder / "adapter_config.json").write_text(json.dumps(config))
-        made[name] = (LoRARequest(name, number, str(folder)), merged)
+        merged = DenseLlama(tiny)
+        for key, added in write_adapter(tiny, root / name, number).items():
+            merged.w[key] = merged.w[key] + added
+        made[name] = (LoRARequest(name, number, str(root / name)), merged)
     return made
 
 

@@ -27,6 +27,12 @@ class RequestState:
     #: Leading tokens that were computed before the first eviction in any group, and before the first step that read
     #: less than all. None: neither has happened.
     pure_tokens: int | None = None
+    #: Leading tokens that vLLM has published a block, a state or a prompt's end of, in any group; those that the step
+    #: being planned computes included.
+    published_tokens: int = 0
+    #: Whether any of its tokens were computed before weights changed, or may have been: no other request gets them, but
+    #: by vLLM's own prefix cache.
+    outdated: bool = False
     #: Blocks of all groups, the step in flight included: now, and the maximum so far.
     held_blocks: int = 0
     peak_blocks: int = 0
@@ -148,6 +154,7 @@ class RequestBlocks:
         self.incarnation += 1
         self.started, self.scoring, self.prompted, self.pure_tokens, self.first_query = False, None, False, None, 0
         self.residence, self._of_mechanisms = Residence(self.block_size), {}
+        self.state.published_tokens, self.state.outdated = 0, False
         if self._granted is not None:
             (self.config, self.limits), self._granted = self._granted, None
 

@@ -1,7 +1,7 @@
 """Entry points by which vLLM finds the plugin."""
 
 from .frontend import entrypoints, usage
-from .start import arguments, fallback
+from .start import arguments, fallback, reloads
 from .start.late import when_imported
 
 #: vLLM's modules -> what the plugin adds to them, in every process and idempotently. Without a policy it stays idle.
@@ -19,6 +19,7 @@ HOOKS = {
     "vllm.entrypoints.serve.engine.protocol": usage.hook_usage,
     "vllm.entrypoints.serve.engine.serving": entrypoints.hook_serving,
     "vllm.v1.engine.async_llm": entrypoints.hook_async_llm,
+    "vllm.v1.engine.core": reloads.hook,
     "vllm.v1.engine.input_processor": entrypoints.hook_input_processor,
     "vllm.v1.engine.core_client": usage.hook_core_client,
     "vllm.v1.engine.output_processor": usage.hook_output_processor,

@@ -33,6 +33,7 @@ REPLACED = {
         "integration.frontend.entrypoints:hook_async_llm.checked": "generate",
         "integration.frontend.entrypoints:hook_async_llm.add_known_session": "_add_streaming_input_request",
     },
+    "vllm.v1.engine.core:EngineCore": {"integration.start.reloads:hook": "add_lora collective_rpc"},
     "vllm.v1.engine.input_processor:InputProcessor": {
         "integration.frontend.entrypoints:hook_input_processor.checked": "process_inputs",
     },
@@ -57,6 +58,8 @@ REPLACED = {
     "vllm.v1.core.block_pool:BlockPool": {
         "integration.engine.reaching:Reaching._watch.evicted": "_maybe_evict_cached_block",
         "integration.engine.reaching:Reaching._watch.found": "get_cached_block",
+        "integration.engine.outdated:Outdated.__init__.evicted": "_maybe_evict_cached_block",
+        "integration.engine.allocation:note_published": "cache_full_blocks cache_partial_block",
     },
     "vllm.v1.core.kv_cache_manager:KVCacheManager": {
         "integration.engine.allocation:before_giving_up": "allocate_slots",

@@ -282,7 +282,11 @@ class Mechanism(ABC):
         """Note that vLLM is about to pause, or to end all requests."""
 
     def on_reset(self) -> None:  # noqa: B027
-        """Note that vLLM is about to reset the prefix cache: what requests have computed is void."""
+        """Note that what requests have computed is void: vLLM is about to reset its cache, or weights changed."""
+
+    def on_adapter(self, adapter: Any) -> bool:
+        """Return whether an adapter, vLLM's `LoRARequest`, has got other weights, now that workers loaded it."""
+        return False
 
     # For subclasses
 

@@ -96,11 +96,13 @@ class Reaching(Staging):
     def _watch(self, pool: Any) -> None:
         """Keep blocks that leave the prefix cache, as the pool hands them out, and let lookups find them."""
         evict, cached, own = pool._maybe_evict_cached_block, pool.get_cached_block, self._manager.kv_cache_group_id
+        outdated = self.view.part(Outdated).blocks
 
         @wraps(evict)
         def evicted(block: KVCacheBlock) -> bool:
             key, block_id = block.block_hash, block.block_id
-            if key is not None and (get_group_id(key) == own or block_id in self._ends):
+            wanted = key is not None and (get_group_id(key) == own or block_id in self._ends)
+            if wanted and block_id not in outdated:
                 self.pool.keep(self.view.next_plan, self._manager.number, key, block_id)
             self._ends.discard(block_id)
             return bool(evict(block))
@@ -145,9 +147,10 @@ class Reaching(Staging):
         return replace(action, holes=action.holes[: fits - there]) if fits > there else None
 
     def _pure_keys(self, action: Action) -> list[Hashable]:
-        """Return the keys of the blocks that an action moves; None for those of tokens that are not pure."""
+        """Return the keys of the blocks that an action moves; None for those that no other request may get."""
         blocks = self._manager.residents[action.req_id]
         hashes, pure = self._hashes(self._scheduler.requests[action.req_id], self._manager), blocks.pure_tokens
+        pure = 0 if blocks.state.outdated else pure
         known = len(hashes) if pure is None else min(pure // blocks.block_size, len(hashes))
         return [self._key(hashes[index]) if index < known else None for index in _moved(action)]
 
@@ -167,10 +170,10 @@ class Reaching(Staging):
         """Return the prefix that is on the device or on the host, if it is longer than what vLLM has found."""
         blocks, size = self._manager.residents[request.request_id], self._manager.block_size
         self.cancel_arrival(request.request_id)
-        if not self._caches or request.skip_reading_prefix_cache or not blocks.config.reaches:
+        if not self._caches or request.skip_reading_prefix_cache or not blocks.config.reaches or blocks.state.outdated:
             return hit
         tables, found = self._find(request, request.num_tokens - 1)
-        if len(found) * size <= hit.tokens:
+        if len(found) * size <= hit.tokens or self._outdated(found):
             return hit
         if len(found) > (most := self._most(request, blocks, found)):
             # A chunk of one token would read as a decode does.
@@ -204,6 +207,11 @@ class Reaching(Staging):
         own = tables[self._manager.kv_cache_group_id]
         numbers = (self.pool.find(self._key(each)) for each in self._hashes(request, self._manager))
         return list(tables), [(None if block is FROM_HOST else block, number) for block, number in zip(own, numbers)]
+
+    def _outdated(self, found: Sequence[tuple[KVCacheBlock | None, int | None]]) -> bool:
+        """Return whether blocks of what `_find` found were computed before weights changed."""
+        blocks = self.view.part(Outdated).blocks
+        return bool(blocks) and any(block is not None and block.block_id in blocks for block, _ in found)
 
     def _on_host_beside(self, request: Request, tables: Sequence[Any]) -> dict[int, dict[int, int]]:
         """Return what other groups take from the host, of the blocks that `_find` found: as `Arriving.beside`."""

@@ -89,19 +89,20 @@ class Scores:
         return None
 
     def put(self, hashes: Sequence[Any], scores: Any) -> None:
-        self._drop(hashes[-1])
+        self.drop(hashes[-1])
         self._prompts[hashes[-1]] = (list(hashes), scores)
         for each in hashes:
             self._having.setdefault(each, {})[hashes[-1]] = None
         self._blocks += len(hashes)
         while self._blocks > self._most:
-            self._drop(next(iter(self._prompts)))
+            self.drop(next(iter(self._prompts)))
 
     def clear(self) -> None:
         for last in list(self._prompts):
-            self._drop(last)
+            self.drop(last)
 
-    def _drop(self, last: Any) -> None:
+    def drop(self, last: Any) -> None:
+        """Drop the scores of the prompt whose last block has this hash."""
         if last not in self._prompts:
             return
         hashes, scores = self._prompts.pop(last)
@@ -296,9 +297,12 @@ class Reconstructions(Mechanism):
         job.since, job.crowded = self._scheduler.current_step, 0
         if not job.parts:
             self.scores.put(job.hashes, job.scores)
-            job.scores = None
+            job.scores, outdated = None, job.blocks.state.outdated
             for other in self._jobs.values():
-                self._look_up(other.request, other.blocks)
+                if other is job or not outdated:
+                    self._look_up(other.request, other.blocks)
+            if outdated:  # no later request gets them
+                self.scores.drop(job.hashes[-1])
 
     def on_finish(self, finished: list[Request]) -> list[Request]:
         self.tidy()

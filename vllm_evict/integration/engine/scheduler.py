@@ -7,6 +7,7 @@ from itertools import compress
 from typing import Any
 
 from vllm.logger import init_logger
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -394,8 +395,17 @@ class EvictionMixin(Base):
         return self.mechanisms.passed("on_finish", super().finish_requests(request_ids, *args, **kwargs))
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        self.mechanisms.call("on_reset")
+        self.weights_changed()
         return super().reset_prefix_cache(*args, **kwargs)
+
+    def weights_changed(self) -> None:
+        """Forget what was computed, where it outlives vLLM's pool (see `start.reloads`)."""
+        self.mechanisms.call("on_reset")
+
+    def adapter_loaded(self, adapter: LoRARequest) -> None:
+        """Forget what was computed if workers have loaded other weights under an adapter's name."""
+        if any([each.on_adapter(adapter) for each in self.mechanisms.having("on_adapter")]):
+            self.weights_changed()
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         stats = super().make_stats(*args, **kwargs)
