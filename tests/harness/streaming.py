@@ -87,12 +87,13 @@ class Sessions:
         self.core.add_request(self.made(name, prompt, max_tokens, resumable, **sampling))
         self.sent[name] = self.sent.get(name, 0) + resumable
 
-    def made(self, name, prompt, max_tokens=16, resumable=True, **sampling):
+    def made(self, name, prompt, max_tokens=16, resumable=True, lora_request=None, **sampling):
         engine = self.server.llm.llm_engine
         params = greedy(max_tokens, logprobs=0, detokenize=False, **sampling)
         prompt = {"prompt_token_ids": list(map(int, prompt))}
         tasks = self.server.llm.supported_tasks
-        return engine.input_processor.process_inputs(name, prompt, params, tasks, resumable=resumable)
+        about = {"lora_request": lora_request, "resumable": resumable}
+        return engine.input_processor.process_inputs(name, prompt, params, tasks, **about)
 
     def close(self, *names):
         """No more input. A request of the same name says so."""

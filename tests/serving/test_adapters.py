@@ -10,6 +10,7 @@ from engine import Engine, logprobs_of, random_prompt
 from oracle.model import DenseLlama
 from parity import assert_like_oracle, assert_tokens_like_oracle
 from safetensors.torch import load_file, save_file
+from streaming import Sessions
 from test_kvzip import reconstructed
 from test_serving_cache import pure_tokens
 from vllm.lora.request import LoRARequest
@@ -78,6 +79,154 @@ def test_adapters_answer_as_servers_of_their_own_do(engine, tiny, adapters, pois
             compare(adapters[name][1], prompt, output, trace, policy)
     answered = {tuple(output.outputs[0].token_ids) for output, _ in together[0].values()}
     assert len(answered) == len(ADAPTERS), "the adapters change nothing"
+
+
+def write_adapter(tiny, folder, seed):
+    """Write an adapter's files; returns what it adds to each of the model's weights that it changes."""
+    generator, own, added = torch.Generator().manual_seed(seed), {}, {}
+    for key, weight in load_file(tiny / "model.safetensors").items():
+        if any(each in key for each in TARGETS):
+            (rows, columns), module = weight.shape, key.removesuffix(".weight")
+            down = torch.randn(RANK, columns, generator=generator) * columns**-0.5
+            up = torch.randn(rows, RANK, generator=generator) * RANK**-0.5
+            own |= {f"base_model.model.{module}.lora_A.weight": down}
+            own |= {f"base_model.model.{module}.lora_B.weight": up}
+            added[key] = SCALE * up @ down
+    folder.mkdir(exist_ok=True)
+    save_file(own, folder / "adapter_model.safetensors")
+    config = dict(peft_type="LORA", r=RANK, lora_alpha=SCALE * RANK, target_modules=TARGETS, bias="none")
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return added
+
+
+#: Policies for which workers keep something of each request that has started, and that of stock vLLM.
+KEPT = {
+    **POLICIES,
+    "h2o-pressure": {"name": "h2o", **BASE, "when": "pressure"},
+    "host": {"name": "full", **BASE, "evict": "host", "host": "32MiB"},
+    "stock": {"name": "full"},
+}
+
+
+@pytest.mark.both_runners("h2o", "h2o-tokens", "stock")
+@pytest.mark.parametrize("kind", KEPT)
+def test_a_session_whose_adapter_has_to_wait_keeps_its_slot(engine, adapters, kind):
+    """Its next turn has come: it neither runs nor waits for one, and no other request may take its slot on workers."""
+    server = engine(KEPT[kind], **{**SERVES, "max_loras": 1}, max_num_seqs=2)
+    sessions, taken = Sessions(server), []
+
+    def send(name, adapter, tokens, answer, resumable=False):
+        prompt = random_prompt(tokens, len(sessions.sent))
+        sessions.send(name, prompt, answer, resumable, lora_request=adapters[adapter][0])
+        sessions.sent[name] += not resumable
+
+    def look():
+        seated = [name for name, blocks in server.scheduler.residents.items() if blocks.started]
+        assert len(seated) <= 2
+        taken.append((len(server.scheduler.running), sorted(seated)))
+
+    send("session", "a", 300, 20, resumable=True)
+    sessions.run()
+    send("other", "b", 300, 120)
+    for _ in range(5):
+        sessions.step()
+    send("session", "a", 50, 20, resumable=True)
+    send("late", "b", 300, 20)
+    sessions.run(look)
+    assert (1, ["other", "session"]) in taken, "the session's next turn was never kept waiting"
+    assert [len(sessions.answers[name]) for name in ("session", "other", "late")] == [2, 1, 1]
+    sessions.end("session")
+
+
+def load_in_place(core, adapter):
+    core.add_lora(LoRARequest(*adapter, load_inplace=True))
+
+
+def remove_and_add(core, adapter):
+    core.remove_lora(adapter[1])
+    core.add_lora(LoRARequest(*adapter))
+
+
+def change_weights(core, adapter):
+    core.collective_rpc(lambda worker: [each.data.mul_(1.05) for each in worker.get_model().parameters()] and None)
+
+
+def ask_in_place(core, adapter):
+    """The next request says that its adapter is loaded anew."""
+
+
+@pytest.mark.both_runners
+def test_what_outlives_the_pool_is_of_the_weights_that_answer(engine, tiny, tmp_path, adapters):
+    """Blocks that were on the host, or in the pool, or of a running request, when weights changed."""
+    policy = {"name": "full", **BASE, "evict": "host", "host": "32MiB"}
+    server = engine(policy, **SERVES, blocks=44, max_model_len=1024)
+    adapter, path, salts = ("changing", 7, str(tmp_path / "changing")), tmp_path / "changing", itertools.count()
+    seeds = itertools.count(10)
+
+    def ask(prompt, tokens=4, **about):
+        request = server.add(prompt, max_tokens=tokens, logprobs=0, lora_request=LoRARequest(*adapter, **about))
+        return server.run()[request]
+
+    def push_out():
+        server.generate([random_prompt(640, next(seeds)) for _ in range(4)], max_tokens=1)
+
+    def assert_right(prompt, hits=False):
+        got = ask([*prompt, 1])
+        alone = {"prompt_token_ids": [*prompt, 1], "cache_salt": str(next(salts))}
+        assert logprobs_of(got) == pytest.approx(logprobs_of(ask(alone)), abs=1e-3)
+        assert not hits or got.kv_usage.host_hit_blocks > 0
+
+    write_adapter(tiny, path, 1)
+    for number, change in enumerate((load_in_place, remove_and_add, change_weights, ask_in_place), 2):
+        on_host, in_pool, running = (random_prompt(320, 100 * number + each) for each in range(3))
+        ask(on_host)
+        push_out()
+        assert_right(on_host, hits=True)
+        push_out()
+        ask(in_pool)
+        server.add(running, max_tokens=60, lora_request=LoRARequest(*adapter))
+        for _ in range(4):
+            server.llm.llm_engine.step()
+        if change is not change_weights:
+            write_adapter(tiny, path, number)
+        change(server.core, adapter)
+        about = {"load_inplace": True} if change is ask_in_place else {}
+        ask(random_prompt(40, number), **about)
+        push_out()
+        for prompt in (on_host, in_pool, running):
+            assert_right(prompt)
+        push_out()
+        assert_right(on_host, hits=change is not ask_in_place)
+    server.assert_nothing_left()
+
+
+def test_scores_of_other_weights_are_forgotten(engine, tiny, tmp_path, adapters):
+    policy = {"name": "kvzip", "budget": 192, "buffer": 64, "sink": 32, "recent": 64, "instruction": [7, 8, 9]}
+    server, adapter = engine(policy, **SERVES), ("changing", 7, str(tmp_path / "changing"))
+    scores, prompt = server.scheduler.part(Reconstructions).scores, random_prompt(330, 1)
+    write_adapter(tiny, tmp_path / "changing", 1)
+
+    def add(prompt, tokens):
+        server.add(prompt, max_tokens=tokens, lora_request=LoRARequest(*adapter))
+
+    add(prompt, 100)
+    server.run()
+    server.core.add_lora(LoRARequest(*adapter))
+    assert len(scores) == 330 // BLOCK, "the files are as they were"
+    for change in (load_in_place, change_weights):
+        server.llm.reset_prefix_cache()
+        add(prompt, 100)
+        server.run()
+        assert len(scores) == 330 // BLOCK
+        add(random_prompt(330, 2), 100)
+        for _ in range(3):
+            server.llm.llm_engine.step()
+        write_adapter(tiny, tmp_path / "changing", 2)
+        change(server.core, adapter)
+        assert not len(scores)
+        server.run()
+        assert not len(scores), "its keys were computed before"
+    server.assert_nothing_left()
 
 
 def test_kvzip_repeats_a_prompt_under_the_adapter_of_its_request(engine, adapters):

@@ -73,7 +73,8 @@ class StateManager(hole_aware(MambaManager)):  # type: ignore[misc]  # a class m
         spec, blocks = self.kv_cache_spec, math.ceil(tokens / self.block_size) + self.num_speculative_blocks
         if self.mamba_cache_mode != "align":
             return blocks
-        return min(blocks, 2 + self.num_speculative_blocks + spec.num_prefill_checkpoint_blocks)
+        # Two states, beside a copy of the state at which a hit ends.
+        return min(blocks, 2 + self.num_speculative_blocks + spec.num_prefill_checkpoint_blocks) + 1
 
     def publish_end(self, request: Request) -> None:
         """Publish the state after the last pure token, where it is the state of a whole block.

@@ -13,6 +13,6 @@ from .shadows import ShadowRequests
 #: In the order in which their hooks are called. `Outdated` comes before what keeps what was computed, `ShadowRequests`
 #: after what begins shadows.
 KINDS: tuple[type[Mechanism], ...] = (
-    Poison, Reads, WholePrompts, PoolRelief, Profiles, Budget, SharedBudget, Reaching, Context, Reconstructions, Audits,
-    ShadowRequests,
+    Poison, Reads, WholePrompts, PoolRelief, Profiles, Budget, SharedBudget, Outdated, Reaching, Context,
+    Reconstructions, Audits, ShadowRequests,
 )  # fmt: skip

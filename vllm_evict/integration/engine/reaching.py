@@ -27,6 +27,7 @@ from ..start.attending import kv_heads
 from .allocation import take_from_host
 from .hits import Hit
 from .managers import FROM_HOST
+from .outdated import Outdated
 from .spec import alike_bytes, covers, host_blocks
 from .view import EngineView
 

@@ -33,6 +33,7 @@ from .hits import Hit, Hits
 from .managers import BESIDE, ChunkManager, EvictableManager, SlidingManager, StateManager, put_beside
 from .mechanisms import KINDS
 from .outputs import Usages
+from .seats import Seats
 from .spec import policy_config
 from .start_up import start_up_line
 from .step_reports import StepReports
@@ -52,7 +53,7 @@ class EvictionMixin(Base):
     (docs/architecture.md, "When an evicted block is used again").
 
     The parts are objects: `mechanisms` decide, `admission` grants policies, `hits` cuts prefix hits, `reports` takes
-    what workers report, `usages` tells the front end.
+    what workers report, `usages` tells the front end, `seats` counts slots of workers.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -72,7 +73,10 @@ class EvictionMixin(Base):
         self.mechanisms = Mechanisms(self, KINDS)
         for follower in follow(self):
             self.mechanisms.add(follower, last=False)
-        limit_tokens(self, [each.limit_tokens for each in self.mechanisms.having("limit_tokens")])
+        self.seats = Seats(self)
+        limit_tokens(
+            self, [*self.seats.limits, *(each.limit_tokens for each in self.mechanisms.having("limit_tokens"))]
+        )
         logger.info(start_up_line(self))
 
     def _managers(self) -> tuple[list[EvictableManager], list[SlidingManager | ChunkManager | StateManager]]:
@@ -99,6 +103,7 @@ class EvictionMixin(Base):
         return evictable, others
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        self.seats.before_schedule()
         self.mechanisms.call("before_schedule")
         changes = self.admission.changes
         admits = changes and any_waits(self)

@@ -115,13 +115,9 @@ class ShadowRequests(Mechanism):
         return int(getattr(self._scheduler, "max_num_active_reqs", self._scheduler.max_num_running_reqs))
 
     def fits(self, needed: int) -> bool:
-        """Return whether the pool has room for a shadow that needs so many blocks, and the batch has a place for it.
-
-        Sessions between two turns keep their places.
-        """
+        """Return whether the pool has room for a shadow that needs so many blocks, and the batch has a place for it."""
         scheduler = self._scheduler
-        taken = len(scheduler.running) + scheduler.num_waiting_for_streaming_input
-        return scheduler.free_blocks >= needed + self.spare and taken < self.seats
+        return scheduler.free_blocks >= needed + self.spare and scheduler.seats.taken < self.seats
 
     def gets_on(self, shadow: Shadow) -> bool:
         """Return whether a shadow runs or still fits. Requests would wait behind a preempted shadow."""

@@ -13,6 +13,7 @@ from ...core.actions import Action
 from ...core.blocks import RequestBlocks
 from ...core.mechanisms.base import SchedulerView
 from .managers import ChunkManager, EvictableManager, SlidingManager, StateManager
+from .seats import Seats
 from .tally import Tally
 
 
@@ -23,6 +24,7 @@ class EngineView(SchedulerView, Protocol):
         kv_managers: managers of the KV groups that may have holes, in the order of `Group.number`.
         other_managers: those of sliding windows, of chunks and of states.
         tally: counts for /metrics.
+        seats: counts the slots of workers that requests hold.
         residents: request -> its blocks in the first KV group that may have holes.
         others: vLLM's own.
     """
@@ -30,6 +32,7 @@ class EngineView(SchedulerView, Protocol):
     kv_managers: list[EvictableManager]
     other_managers: list[SlidingManager | ChunkManager | StateManager]
     tally: Tally
+    seats: Seats
 
     vllm_config: VllmConfig
     kv_cache_config: KVCacheConfig

@@ -110,12 +110,18 @@ def import_moved(module: str, name: str) -> Any:
 def waiting_with_blocks(scheduler: Any) -> list[Any]:
     """Return the requests that wait and hold blocks, like sessions between two turns.
 
-    vLLM 0.30 has no queue of their own for them: they are among those that a step skips.
+    vLLM 0.30 has no queue of their own for them: they are among those that wait or that a step skips.
     """
     queue = getattr(scheduler, "kv_holding_waiting", None)
     if queue is None:
-        return [request for request in scheduler.skipped_waiting if request.num_computed_tokens > 0]
+        queues = (*scheduler.waiting, *scheduler.skipped_waiting)
+        return [request for request in queues if request.num_computed_tokens > 0]
     return list(queue)
+
+
+def queues_sessions_first(scheduler: Any) -> bool:
+    """Return whether a step tries requests that wait and hold blocks before all others: since vLLM 0.31."""
+    return hasattr(scheduler, "kv_holding_waiting")
 
 
 def any_waits(scheduler: Any) -> bool:
