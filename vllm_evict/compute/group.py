@@ -272,6 +272,10 @@ class GroupRuntime:
         """Whether the plugin's kernels have work in this step, in each layer."""
         return self._viewed is not None and self._viewed[1] is not None
 
+    def abandon(self) -> None:
+        """Forget the step, which ends or has failed."""
+        self._plan, self._rows, self._viewed, self.in_step = NO_PLAN, {}, None, False
+
     def end(self, all_reduce: AllReduce) -> Reports:
         """Take in what the step has measured, and return the reports that the plan asks for.
 
@@ -279,7 +283,7 @@ class GroupRuntime:
             all_reduce: (float64 tensor, whether to take the maximum) -> the tensor reduced over the model's ranks.
         """
         rows, asked, reports = self._rows, self._plan.report, Reports()
-        self._plan, self._rows, self._viewed, self.in_step = NO_PLAN, {}, None, False
+        self.abandon()
         asked = {req_id: names for req_id, names in asked.items() if req_id in rows}
         for probe in self.probes:
             probe.end(asked, rows, reports, all_reduce)

@@ -301,6 +301,12 @@ class EvictionRuntime:
         self.copied = copied(self.groups[0].device) if any(reports) or self.told else None
         return reports
 
+    def abandon(self) -> None:
+        """End a step that failed here. Other ranks may not have failed, or elsewhere: nothing waits for them."""
+        self.plan, self.in_step, self.told, self.copied = self._no_plan, False, {}, None
+        for group in self.groups:
+            group.abandon()
+
     def drafted(self) -> None:
         """Hear that drafters have run after a step: passes before the next step are of dummy steps."""
         self.batch.req_ids = []

@@ -154,11 +154,13 @@ class EvictionWorkerMixin(Base):
         try:
             output = super().execute_model(scheduler_output)
             self.kv_evict.check_attended()
-            return output
-        finally:
-            reports = self.kv_evict.end(self._ranks.over_all)
-            self._reports, self._told = (reports, self.kv_evict.told) if self._ranks.are_last else ([], {})
-            self._copied = self.kv_evict.copied
+        except BaseException:
+            self.kv_evict.abandon()
+            raise
+        reports = self.kv_evict.end(self._ranks.over_all)
+        self._reports, self._told = (reports, self.kv_evict.told) if self._ranks.are_last else ([], {})
+        self._copied = self.kv_evict.copied
+        return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)
