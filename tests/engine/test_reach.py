@@ -105,16 +105,17 @@ def assert_reaches_like_dense(
         computed = [*tokens[first : first + settled], *drafts]
         mask = torch.arange(first + len(computed)) <= torch.arange(first, first + len(computed))[:, None]
         if gone:
-            if settled > 1 or not chooser.rooms:  # a prompt reads all, and leaves its own blocks in the room
+            decodes = first >= len(prompt)
+            if not decodes or not chooser.rooms:  # a prompt reads all, and leaves its own blocks in the room
                 room, full = budget // size - chooser.sinks - chooser.recent, chooser.model.full
                 at = range(chooser.sinks, chooser.sinks + room)
-                chooser.rooms = {layer: [[block if settled > 1 else -1, -1] for block in at] for layer in full}
+                chooser.rooms = {layer: [[-1 if decodes else block, -1] for block in at] for layer in full}
             chooser.on_host = set(range(chooser.sinks, max(gone) + 1))
             blocks = list(range(math.ceil((first + len(computed)) / size)))
-            begun = first // size + 1 if settled == 1 else len(blocks)
+            begun = first // size + 1 if decodes else len(blocks)
             if before != (before := (begun, len(gone))):
                 chooser.steps = 0  # a block has begun, or some have moved
-            mask = chooser.mask(mask, blocks[:begun], settled == 1, blocks[begun:])
+            mask = chooser.mask(mask, blocks[:begun], decodes, blocks[begun:])
         logits.append(dense.forward(computed, cache, mask)[0][:count])
         if len(computed) > count:  # drafts were rejected
             dense.crop(cache, n)
@@ -263,6 +264,20 @@ def test_contexts_are_published_whole_and_what_decodes_read_less_is_not(request,
     assert_nothing_left(server)
 
 
+@pytest.mark.both_runners("chunk")
+@pytest.mark.parametrize("cached", [pytest.param(False, id="chunk"), pytest.param(True, id="prefix")])
+def test_the_last_token_of_a_prompt_alone_reads_all_blocks_of_the_host(engine, deep, poisoned, cached):
+    """It comes after a chunk, or after a prefix that is on the host."""
+    options = {"max_num_batched_tokens": 192, "max_model_len": 1024, "enable_prefix_caching": cached}
+    server, prompt = engine({**REACH, "hold": 1}, model=deep, blocks=28, **options), random_prompt(3 * 192 + 1)
+    if cached:
+        server.generate([prompt, random_prompt(576, 1)], max_tokens=1)
+    (answered,) = server.answered([(prompt, {"max_tokens": 4, "logprobs": 1})])
+    assert answered[2].steps[:4] == ([1] * 4 if cached else [192, 192, 192, 1])
+    assert_reaches_like_dense(deep, *answered, 256, hold=1)
+    assert_nothing_left(server)
+
+
 @pytest.mark.both_runners("engine")
 @pytest.mark.parametrize("make", ["engine", "async_engine"])
 def test_prefixes_on_the_host_are_hits_as_long_ones_of_stock(request, engine, deep, poisoned, make):
@@ -365,8 +380,9 @@ def test_a_step_that_reads_less_by_a_later_request_ends_purity(request, deep, po
         before = {req_id: its.holes for req_id, its in scheduler.residents.items()}
         output = schedule(*args)
         for req_id, tokens in output.num_scheduled_tokens.items():
-            its, first = scheduler.residents[req_id], scheduler.requests[req_id].num_computed_tokens - tokens
-            if tokens == 1 and its.holes:
+            its, request = scheduler.residents[req_id], scheduler.requests[req_id]
+            first = request.num_computed_tokens - tokens
+            if first >= max(request.num_prompt_tokens, request.num_tokens - 1) and its.holes:
                 assert its.pure_tokens is not None and its.pure_tokens <= first
                 firsts.append(before.get(req_id) == 0)
         return output

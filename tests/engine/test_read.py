@@ -44,8 +44,9 @@ def assert_reads_like_dense(model, prompt, output, trace, *, dense=None, atol=2e
         resident = [block for block in range(math.ceil(end / size)) if block not in gone]
         base = torch.arange(end) <= torch.arange(first, end)[:, None]
         base &= torch.isin(torch.arange(end) // size, torch.tensor(resident))
-        later = [block for block in resident if settled == 1 and block > first // size]  # drafts begin them
-        mask = chooser.mask(base, resident[: len(resident) - len(later)], settled == 1, later)
+        decodes = first >= len(prompt)
+        later = [block for block in resident if decodes and block > first // size]  # drafts begin them
+        mask = chooser.mask(base, resident[: len(resident) - len(later)], decodes, later)
         logits.append(dense.forward(computed, cache, mask)[0][:count])
         if end > n:  # drafts were rejected
             dense.crop(cache, n)
@@ -91,6 +92,20 @@ def test_answers_are_those_of_a_dense_model_that_chooses_for_itself(engine, deep
     for answered in server.answered(random_requests((700, 50), (230, 80), (500, 40))):
         chosen += assert_reads_like_dense(deep, *answered, **given)
     assert chosen > 100 / given.get("hold", 8)
+    assert_nothing_left(server)
+
+
+@pytest.mark.both_runners("decodes")
+@pytest.mark.parametrize("read_prompts", [pytest.param(0, id="decodes"), pytest.param(288, id="prompts")])
+def test_a_token_of_a_prompt_is_no_decode(engine, deep, read_prompts):
+    """The last token of a prompt is computed alone: after a chunk, after a prefix, and as the next turn of a session."""
+    policy = {**READ, "read_prompts": read_prompts}
+    server = engine({"name": "full", **policy}, model=deep, max_num_batched_tokens=192, enable_prefix_caching=True)
+    prompt = random_prompt(3 * 192 + 1)
+    for steps in ([192, 192, 192, 1], [1]) if not read_prompts else ([192, 192, 192, 1],):
+        (answered,) = server.answered([(prompt, {"max_tokens": 4, "logprobs": 1})])
+        assert answered[2].steps[: len(steps)] == steps
+        assert_reads_like_dense(deep, *answered, **policy)
     assert_nothing_left(server)
 
 
@@ -463,10 +478,10 @@ def test_a_request_of_another_policy_reads_as_its_server_does(name):
         asked = {"kv_policy": other, **({} if other == "full" else {"kv_sink": 256})}
         own = server.for_request(asked, 5000, BLOCK)
         blocks = RequestBlocks(own, None, BLOCK, reads_by=server)
-        assert own.name == other and not server.reads_less(1, 1, BLOCK) and server.reads_less(1, 1000, BLOCK)
+        assert own.name == other and not server.reads_less(True, 1, BLOCK) and server.reads_less(True, 1000, BLOCK)
         for held in range(1, 1000):
-            blocks.note_step(held - 1, 1)
-            assert (blocks.pure_tokens is not None) == server.reads_less(1, held, BLOCK)
+            blocks.note_step(held - 1, 1, decodes=True)
+            assert (blocks.pure_tokens is not None) == server.reads_less(True, held, BLOCK)
 
 
 def test_the_harness_compares_what_reads_less_on_servers_of_their_own():

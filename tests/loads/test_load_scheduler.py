@@ -211,7 +211,7 @@ def released_late(monkeypatch):
 
 def unlimited(monkeypatch):
     """Prompts are planned for which staging pages have no room."""
-    monkeypatch.setattr(Staging, "_limit_chunk", lambda self, request, blocks, computed, tokens: tokens)
+    monkeypatch.setattr(Staging, "_limit_chunk", lambda self, req_id, blocks, tokens: tokens)
 
 
 def kept_uncounted(monkeypatch):

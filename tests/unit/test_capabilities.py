@@ -314,7 +314,6 @@ SERVERS = {
         ALL,
     ),
     "ranks under a launcher": ({"parallel_config__distributed_executor_backend": "external_launcher"}, ALL),
-    "chunks of one token": ({"scheduler_config__long_prefill_token_threshold": 1}, "host"),
     "microbatches": ({"parallel_config__use_ubatching": True}, ALL),
     "adapters": ({"lora_config": object()}, "audit"),
     "ranks of experts": ({"model_config__is_moe": True}, "audit"),

@@ -123,7 +123,6 @@ WAYS = {
     ),
     r"set --hf-overrides.rswa_window null, .*": server(model_config__rswa_window=None),
     r"set --language-model-only, .*": server(model_config__is_mm_prefix_lm=None),
-    r"set --long-prefill-token-threshold to 2 or more": server(scheduler_config__long_prefill_token_threshold=2),
     r"set --max-model-len (\d+) or less, .*": lambda before, policy, found: server(
         model_config__max_model_len=int(found[1])
     )(before, policy, found),

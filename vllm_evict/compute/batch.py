@@ -19,6 +19,8 @@ class Batch:
         self.takes_prompts = False
         #: The full graph that this step replays or captures; None: no full graph.
         self.graph: Attends | None = None
+        #: Requests of which the step computes one token that is no decode: a chunk of their prompt.
+        self.prompts: set[str] = set()
         #: Request with drafts -> its leading queries in this step, which are of verified tokens; drafts follow them.
         #: None: the server does not speculate.
         self.verified: dict[str, int] | None = None
@@ -55,6 +57,13 @@ class Batch:
         for row, req_id in enumerate(self.req_ids if self.verified else ()):
             queries[row] = min(queries[row], self.verified.get(req_id, queries[row]))
         return queries
+
+    def decodes(self, verified: np.ndarray) -> np.ndarray:
+        """Return which rows decode, by their queries of verified tokens: bool [R]. Drafts may follow one."""
+        decodes: np.ndarray = verified == 1
+        if self.prompts:
+            decodes &= np.fromiter((req_id not in self.prompts for req_id in self.req_ids), bool, len(self.req_ids))
+        return decodes
 
     def slack(self) -> np.ndarray | None:
         """Return by how much each row's length on the host may be too large: int64 [R], tokens; None: all are right."""

@@ -85,12 +85,12 @@ class Read(Choosing):
     def _choosing_rows(self, batch: StepBatch) -> np.ndarray:
         if self._of_batch[0] is not batch:
             sure = batch.resident_tokens - batch.drafts - (0 if batch.slack is None else batch.slack)
-            less = self._config.reads_less(batch.chunks, sure, self.block_size)
+            less = self._config.reads_less(batch.decodes, sure, self.block_size)
             self._of_batch = batch, np.flatnonzero(less)
         return self._of_batch[1]
 
     def kernel_rows(self, batch: StepBatch, rows: np.ndarray, table: torch.Tensor) -> tuple[ReachRows, np.ndarray]:
-        req_ids = [batch.req_ids[row] for row in rows.tolist() if batch.chunks[row] == 1]
+        req_ids = [batch.req_ids[row] for row in rows.tolist() if batch.decodes[row]]
         for req_id in req_ids:
             if req_id in self._of:
                 continue
@@ -99,7 +99,7 @@ class Read(Choosing):
                     self._forget(other)
             self._of[req_id] = self._new(self._room_of)
             self._steps_of[self._of[req_id].slot] = 0
-        decodes = batch.chunks[rows] == 1
+        decodes = batch.decodes[rows]
         if decodes.all() or not decodes.any():
             return super().kernel_rows(batch, rows, table)
         order = np.argsort(decodes, kind="stable")  # tiles first: kernels have scratch for their queries alone
@@ -109,7 +109,7 @@ class Read(Choosing):
 
     def _choices(self, batch: StepBatch, rows: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """See `Choosing._choices`. Rows of prompts are tiles."""
-        tiles, self._own = batch.chunks[rows] > 1, None
+        tiles, self._own = ~batch.decodes[rows], None
         if not tiles.any():
             return super()._choices(batch, rows, tokens)
         known, unread = np.zeros((OF_ROWS, len(rows)), np.int64), np.zeros(len(rows), np.int64)

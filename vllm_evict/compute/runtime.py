@@ -128,7 +128,7 @@ class EvictionRuntime:
         self.plan, self.in_step = told or self._no_plan, True
         for number, group, plan in zip(self.numbers, self.groups, self.plan.groups, strict=True):
             group.begin(scheduler_output, plan, number)
-        self.batch.graph = None
+        self.batch.graph, self.batch.prompts = None, self.plan.prompts
         self.batch.attended.clear()
         self.views.begin()
         if self.speculates:

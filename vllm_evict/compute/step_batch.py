@@ -44,7 +44,7 @@ class StepBatch:
         req_ids: requests, in row order.
         starts: int32 [R + 1], first query of each row.
         queries: int32 [R], their number.
-        chunks: int [R], queries of verified tokens of the row's request in the step.
+        decodes: bool [R], rows of requests that decode: one query of a verified token, and those of drafts after it.
         seq_lens: int32 [R], tokens with holes: position of the last query + 1. They may be too large by `slack`.
         lengths: int32 [R], the same as the device knows them.
         resident_tokens: int32 [R], from `seq_lens`.
@@ -79,18 +79,13 @@ class StepBatch:
         self.verified, slack = batch.verified_queries(self.queries) if cut is None else cut.verified, batch.slack()
         self.slack = slack if cut is None or slack is None else slack[cut.rows]
         verified = self.queries if self.verified is None else self.verified
-        self.chunks = verified if cut is None else cut.chunks
+        self.decodes = batch.decodes(verified) if cut is None else cut.decodes
         self.rows: dict[str, Row] = {}
 
     @property
     def drafts(self) -> np.ndarray:
         """How many queries of each row are of drafts: int [R]."""
         return np.zeros_like(self.queries) if self.verified is None else self.queries - self.verified
-
-    @property
-    def decodes(self) -> np.ndarray:
-        """Which rows have one query of a verified token: bool [R]. Queries of drafts may follow it."""
-        return (self.queries if self.verified is None else self.verified) == 1
 
     @property
     def ends(self) -> np.ndarray:

@@ -16,20 +16,20 @@ class Cut(NamedTuple):
     Attributes:
         metadata: vLLM's `CommonAttentionMetadata` of R rows; its block table and lengths are copies.
         rows: int64 [R], the row of the batch that each of them is a part of.
-        chunks: int [R], queries of verified tokens of that row.
+        decodes: bool [R], whether that row decodes; it is whole then.
         verified: int [R], leading queries that are of verified tokens.
     """
 
     metadata: Any
     rows: np.ndarray
-    chunks: np.ndarray
+    decodes: np.ndarray
     verified: np.ndarray
 
 
 def cut(metadata: Any, batch: Batch, least: int, tile: int) -> Cut | None:
     """Cut chunks of prompts that see more than `least` tokens: into their queries that see no more, and tiles.
 
-    Tiles end at multiples of `tile` tokens of their request, and with the row. A row with one verified token is whole.
+    Tiles end at multiples of `tile` tokens of their request, and with the row. A row that decodes is whole.
 
     Args:
         metadata: vLLM's `CommonAttentionMetadata`.
@@ -46,7 +46,8 @@ def cut(metadata: Any, batch: Batch, least: int, tile: int) -> Cut | None:
     verified = batch.verified_queries(counts)
     verified = counts if verified is None else verified
     known = ends - counts + verified  # tokens before the row's drafts
-    chunks = (verified > 1) & (known > least)
+    decodes = batch.decodes(verified)
+    chunks = ~decodes & (known > least)
     if not chunks.any():
         return None
     rows, lens, queries = [], [], []
@@ -70,4 +71,4 @@ def cut(metadata: Any, batch: Batch, least: int, tile: int) -> Cut | None:
         made.is_prefilling = metadata.is_prefilling[torch.from_numpy(of_rows)]
     made._num_computed_tokens_cache = made._token_to_req_indices_cache = None
     its_drafts = np.clip(np.array(lens) - known[of_rows], 0, of_queries)
-    return Cut(made, of_rows, verified[of_rows], of_queries - its_drafts)
+    return Cut(made, of_rows, decodes[of_rows], of_queries - its_drafts)

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from .errors import KVPolicyError, shown
 from .frozen import C, Frozen
 from .registry import REGISTRY
@@ -212,23 +214,23 @@ class Sizes(Frozen):
             sinks = min(sinks, max(blocks // SHARES["sink"], 1))
         return max(blocks, sinks + recent + choice), sinks, recent
 
-    def reads_less(self: C, tokens: Any, held: Any, block_size: int, holes: int = 0) -> Any:
+    def reads_less(self: C, decodes: Any, held: Any, block_size: int, holes: int = 0) -> Any:
         """Return whether a step reads a part of what a request has, on the device and on the host.
 
         A decode does if `read` is less, a chunk of a prompt if `read_prompts` is, and a decode with blocks on the host.
 
         Args:
-            tokens: that the step computes of the request, int; or of several requests, int array.
-            held: resident tokens, those of the step included; as `tokens`.
+            decodes: whether the step is a decode of the request, bool; or of several requests, bool array.
+            held: resident tokens, those of the step included, int; or int array.
             holes: of the request.
         """
         if self.reaches:
-            return tokens == 1 and holes > 0
+            return decodes and holes > 0
         if not self.sparse:
             return False
-        less = (tokens == 1) & (held > self.read_blocks(block_size)[0] * block_size)
+        less = decodes & (held > self.read_blocks(block_size)[0] * block_size)
         if self.read_prompts:
-            less |= (tokens > 1) & (held > self.read_blocks(block_size, prompts=True)[0] * block_size)
+            less |= np.logical_not(decodes) & (held > self.read_blocks(block_size, prompts=True)[0] * block_size)
         return less
 
     def chosen(self: C, room: int, sinks: int, recent: int, block_size: int) -> int:

@@ -193,14 +193,14 @@ class RequestBlocks:
         if not self.config.reaches:  # prompts read its holes on the host
             self.pure_tokens = tokens
 
-    def note_step(self, first: int, tokens: int) -> None:
+    def note_step(self, first: int, tokens: int, decodes: bool) -> None:
         """Note a step that computes `tokens` tokens from token `first` on, before vLLM publishes what it fills.
 
         Tokens of a step that attends to a part of the resident ones are not pure, nor are those that see them later.
-        `tokens` are verified ones, without drafts.
+        `tokens` are verified ones, without drafts. `decodes`: see `mechanisms.base.decodes`.
         """
         held, reads_by = first + tokens - self.holes * self.block_size, self.reads_by or self.config
-        if self.pure_tokens is None and reads_by.reads_less(tokens, held, self.block_size, self.holes):
+        if self.pure_tokens is None and reads_by.reads_less(decodes, held, self.block_size, self.holes):
             self.pure_tokens = first
 
     def held(self, blocks: int) -> int:

@@ -185,6 +185,7 @@ class EvictionPlan:
         poison: freed physical blocks to fill with NaN (tests only).
         clean: reallocated physical blocks to fill with zeros (tests only).
         unread: requests of which other processes may still read blocks; the step waits until they have.
+        prompts: requests of which the step computes one token that is no decode (see `mechanisms.base.decodes`).
     """
 
     groups: list[GroupPlan]
@@ -193,6 +194,7 @@ class EvictionPlan:
     poison: list[int] = field(default_factory=list)
     clean: list[int] = field(default_factory=list)
     unread: set[str] = field(default_factory=set)
+    prompts: set[str] = field(default_factory=set)
     _notes: dict[Any, Any] = field(default_factory=dict, init=False)
     #: Number of orders when their requests were last collected, and these requests.
     _ordered: tuple[int, Set[str]] = field(default=(0, frozenset()), init=False)

@@ -57,6 +57,7 @@ class Row:
 
     Attributes:
         tokens: ids, of the prompt and sampled.
+        prompt: tokens of the prompt; of a session, all before its turn's answer.
         known: contents of the tokens if nothing is missing, uint64 [max_model_len + 1].
         tables: physical blocks of each KV group; 0 is a hole.
         expected: what each group's logical blocks have to hold, uint64 [blocks, block].
@@ -76,6 +77,7 @@ class Row:
 
     key: int
     tokens: list[int]
+    prompt: int
     known: np.ndarray
     tables: list[list[int]]
     expected: list[np.ndarray]
@@ -92,6 +94,10 @@ class Row:
     on_host: dict[int, int] = field(default_factory=dict)
     room: RoomOf | None = None
     following: list[list[int]] | None = None
+
+    def decodes(self, start: int) -> bool:
+        """Whether a step from token `start` on is a decode: of the newest token, a sampled one."""
+        return start >= max(self.prompt, len(self.tokens) - 1)
 
     def learn(self) -> None:
         """Take the content of new tokens in."""

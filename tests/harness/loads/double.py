@@ -65,6 +65,8 @@ class Worker:
         self._late: list[Reports] = [{} for _ in self.groups]
         #: Tokens by which a plan counts more of a request's as computed than there are.
         self._unsure: dict[str, int] = {}
+        #: Requests that decode in the step.
+        self._decodes: set[str] = set()
 
     def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Obey a step's plan, compute its tokens, check what it reads; returns what a real worker would."""
@@ -92,6 +94,7 @@ class Worker:
             self.host.take(plan, self)
         self._take_orders(plan)
         drafts = {req_id: len(each) for req_id, each in output.scheduled_spec_decode_tokens.items()}
+        self._decodes = {req_id for req_id in output.num_scheduled_tokens if self.rows[req_id].decodes(starts[req_id])}
         sampled = []
         for req_id, count in output.num_scheduled_tokens.items():
             sampled.append(self._verify(req_id, starts[req_id], count, drafts.get(req_id, 0)))
@@ -190,14 +193,15 @@ class Worker:
         for new in output.scheduled_new_reqs:
             tokens = new.prefill_token_ids if new.prefill_token_ids is not None else new.prompt_token_ids
             tables = [list(blocks) for blocks in new.block_ids]
-            self._start(new.req_id, list(tokens), tables, new.num_computed_tokens, plan)
+            self._start(new.req_id, list(tokens), len(new.prompt_token_ids), tables, new.num_computed_tokens, plan)
             starts[new.req_id] = new.num_computed_tokens
         cached = output.scheduled_cached_reqs
         for req_id, blocks, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens):
             starts[req_id] = computed
             if req_id in cached.resumed_req_ids:
                 tokens = cached.all_token_ids.get(req_id, self.rows[req_id].tokens)
-                self._start(req_id, list(tokens), [list(each) for each in blocks], computed, plan)
+                prompt = self.rows[req_id].prompt
+                self._start(req_id, list(tokens), prompt, [list(each) for each in blocks], computed, plan)
                 continue
             row = self._alive(req_id, "a step")
             if self.settings.drafts:
@@ -212,7 +216,7 @@ class Worker:
         return starts
 
     def _start(
-        self, req_id: str, tokens: list[int], blocks: list[list[int]], computed: int, plan: EvictionPlan
+        self, req_id: str, tokens: list[int], prompt: int, blocks: list[list[int]], computed: int, plan: EvictionPlan
     ) -> None:
         row = self.rows.get(req_id)
         if row is not None and row.active:
@@ -226,6 +230,7 @@ class Worker:
         row = self.rows[req_id] = Row(
             zlib.crc32(req_id.encode()),
             tokens,
+            prompt,
             np.zeros(self.longest * bs, np.uint64),
             blocks,
             [np.zeros((self.longest, bs), np.uint64) for _ in range(groups)],
@@ -251,7 +256,7 @@ class Worker:
         self.counts.turns += 1
         if tokens[:computed] != row.tokens[:computed]:
             raise Fault("session", f"{req_id}: the first {computed} tokens are not what was computed")
-        row.tokens, row.counted, row.turns = tokens, min(computed, row.counted), row.turns + 1
+        row.prompt, row.tokens, row.counted, row.turns = len(tokens), tokens, min(computed, row.counted), row.turns + 1
         row.computed = computed
         row.learn()
         row.following = blocks
@@ -342,10 +347,10 @@ class Worker:
 
     def _write(self, req_id: str, start: int, count: int, drafts: int) -> None:
         row, bs, end = self.rows[req_id], self.block, start + count
-        if self._reads_less(row, count - drafts, end - drafts):
+        if self._reads_less(row, req_id in self._decodes, end - drafts):
             row.reduced, self.counts.read_less = True, self.counts.read_less + 1
         if self.host is not None:
-            row.reduced |= self.host.reads_less(row, self.groups[0], count - drafts)
+            row.reduced |= self.host.reads_less(row, self.groups[0], req_id in self._decodes)
         values = row.known[start:end].copy()
         values[row.computed - start :] = POISON + np.uint64(row.nonce)  # drafts that were rejected
         if row.reduced:
@@ -371,9 +376,9 @@ class Worker:
             row.expected[group][at, place] = content
             self.written.update(blocks)
 
-    def _reads_less(self, row: Row, count: int, end: int) -> bool:
+    def _reads_less(self, row: Row, decodes: bool, end: int) -> bool:
         held = [end - self.block * row.tables[group][: -(-end // self.block)].count(0) for group in self.groups]
-        return any(most and tokens > most * self.block for most, tokens in zip(self.read[count > 1], held))
+        return any(most and tokens > most * self.block for most, tokens in zip(self.read[not decodes], held))
 
     def _same(self, req_id: str, group: int, row: Row, at: list[int], blocks: list[int]) -> None:
         """Check that whole blocks hold what the request expects."""
@@ -396,7 +401,7 @@ class Worker:
             resident = physical.nonzero()[0]
             unread = range(0)
             if self.host is not None and group in self.groups:
-                unread = self.host.bring(req_id, row, group, end, count, self)
+                unread = self.host.bring(req_id, row, group, end, req_id in self._decodes, self)
             same = self.memory[physical[resident]] == row.expected[group][first:blocks][resident]
             same[np.isin(resident + first, unread)] = True
             if rest and len(resident) and resident[-1] == blocks - first - 1:

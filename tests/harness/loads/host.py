@@ -63,11 +63,11 @@ class HostTier:
             if row.room is None:
                 raise Fault("host", f"{req_id} has {there} on the host, and no room")
 
-    def reads_less(self, row: Row, group: int, count: int) -> bool:
-        """Whether a step of so many tokens reads a part of a request's blocks."""
-        return count == 1 and row.room is not None and 0 in row.tables[group]
+    def reads_less(self, row: Row, group: int, decodes: bool) -> bool:
+        """Whether a step reads a part of a request's blocks."""
+        return decodes and row.room is not None and 0 in row.tables[group]
 
-    def bring(self, req_id: str, row: Row, group: int, end: int, count: int, worker: "Worker") -> range:
+    def bring(self, req_id: str, row: Row, group: int, end: int, decodes: bool, worker: "Worker") -> range:
         """Let a step read what its request has on the host; returns the blocks of the device that it does not read.
 
         A prompt reads all blocks, and leaves those of the room there. A decode may read any of them, and leaves
@@ -89,7 +89,7 @@ class HostTier:
             raise Fault("reads", f"{req_id}: (logical, host) blocks {wrong} hold something else")
         of_room = np.array(table[room.start : room.stop])
         worker.written.update(of_room.tolist())
-        if count > 1:
+        if not decodes:
             self._staged += len(holes)
             if self._staged > self._staging:
                 raise Fault("host", f"prompts of a step need {self._staged} staging pages of {self._staging}")

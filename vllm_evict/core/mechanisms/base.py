@@ -388,6 +388,16 @@ def settled(request: Any) -> int:
     return request.num_computed_tokens - request.num_in_flight_tokens
 
 
+def decodes(request: Any, first: int) -> bool:
+    """Return whether a step of a request from token `first` on is a decode: of its newest token, a generated one.
+
+    Other steps are chunks of a prompt, even those of one token. Tokens that are computed again after a preemption count
+    as a prompt's.
+    """
+    generated: bool = first >= max(request.num_prompt_tokens, request.num_tokens - 1)
+    return generated
+
+
 def verified(request: Any, first: int, tokens: int) -> int:
     """Return how many of `tokens` tokens that a request computes from token `first` on are no drafts; one at least."""
     return min(tokens, max(request.num_tokens - first, 1))

@@ -13,7 +13,7 @@ from ..blocks import RequestBlocks
 from ..host_pool import HostPool
 from ..plan import EvictionPlan
 from ..residence import NO_BLOCKS
-from .base import Mechanism, Offer, SchedulerView
+from .base import Mechanism, Offer, SchedulerView, decodes
 from .pressure import APART
 
 
@@ -61,9 +61,8 @@ class Staging(Mechanism):
         self._pages = staging_blocks(view.max_model_len, view.groups[0].block_size)
         #: Staging pages that no prompt of the step being planned needs.
         self._free = self._pages
-        #: Request -> tokens that it computes in the step being planned, without drafts. vLLM allocates blocks for the
-        #: last request.
-        self._planned: dict[str, int] = {}
+        #: Request of the step being planned -> whether it decodes. vLLM allocates blocks for the last request.
+        self._planned: dict[str, bool] = {}
         self.arriving: dict[str, Arriving] = {}
 
     @classmethod
@@ -75,29 +74,21 @@ class Staging(Mechanism):
         self._cancel_all()
 
     def limit_tokens(self, request: Any, computed_tokens: int, new_tokens: int) -> int:
-        req_id, left = request.request_id, request.num_tokens - computed_tokens
-        if left > 1 and new_tokens:
-            blocks = self.view.groups[0].residents.get(req_id)
-            if blocks is not None and blocks.config.reaches:
-                new_tokens = self._limit_chunk(request, blocks, computed_tokens, new_tokens)
+        req_id, is_decode = request.request_id, decodes(request, computed_tokens)
+        blocks = self.view.groups[0].residents.get(req_id)
+        if new_tokens and not is_decode and blocks is not None and blocks.config.reaches:
+            new_tokens = self._limit_chunk(req_id, blocks, new_tokens)
         if new_tokens:
-            self._planned[req_id] = min(new_tokens, max(left, 1))
+            self._planned[req_id] = is_decode
         return new_tokens
 
-    def _limit_chunk(self, request: Any, blocks: RequestBlocks, computed_tokens: int, new_tokens: int) -> int:
-        """Return how many tokens of a prompt are computed; reserve staging pages for them."""
-        arriving = self.arriving.get(request.request_id)
+    def _limit_chunk(self, req_id: str, blocks: RequestBlocks, new_tokens: int) -> int:
+        """Return how many tokens of a prompt are computed: all or none. Reserve staging pages for them."""
+        arriving = self.arriving.get(req_id)
         holes = blocks.holes if arriving is None else len(arriving.holes)
-        if not holes:
-            return new_tokens
-        # A chunk of one token would read as a decode does. vLLM ends chunks of hybrids with a block.
-        size, left = blocks.block_size, request.num_tokens - computed_tokens
-        if new_tokens < left and (computed_tokens + new_tokens + 1) % size == 0:
-            new_tokens -= 1
-        if (new_tokens == 1 and (computed_tokens + 1) % size) or holes > self._free:
+        if holes > self._free:
             return 0
-        if new_tokens:
-            self._free -= holes
+        self._free -= holes
         return new_tokens
 
     def on_offer(self, request: Any, blocks: RequestBlocks, offer: Offer) -> Offer:
@@ -117,23 +108,21 @@ class Staging(Mechanism):
         """Return how many of `spare` blocks a request may move to the host with the step being planned.
 
         Staging has pages for the holes that a prompt had when its chunk was planned. So it moves no more blocks,
-        but for the prompt that vLLM allocates blocks for, which takes free pages. A chunk of one token would read as a
-        decode does.
+        but for the prompt that vLLM allocates blocks for, which takes free pages.
         """
-        tokens = self._planned.get(request.request_id, 0)
-        if not tokens or request.num_tokens - request.num_computed_tokens <= 1:
+        if self._planned.get(request.request_id, True):
             return spare
         last = request.request_id == next(reversed(self._planned))
-        return min(spare, self._free) if last and tokens > 1 else 0
+        return min(spare, self._free) if last else 0
 
     def on_applied(self, applied: Applied) -> None:
         action = applied.action
-        tokens = self._planned.get(action.req_id, 0) if applied.blocks.config.reaches else 0
-        if tokens > 1:
+        if action.req_id not in self._planned or not applied.blocks.config.reaches:
+            return
+        if self._planned[action.req_id]:  # the decode was planned without these holes
+            applied.blocks.note_step(self.view.requests[action.req_id].num_computed_tokens, 1, True)
+        else:
             self._free -= len(action.holes)
-        elif tokens:
-            # The decode was planned without these holes.
-            applied.blocks.note_step(self.view.requests[action.req_id].num_computed_tokens, tokens)
 
     def on_scheduled(self, plan: EvictionPlan, tokens: Mapping[str, int]) -> None:
         self._planned.clear()

@@ -5,13 +5,14 @@ step fills where it allocates their slots. And it counts the published tokens of
 request still holds. No configuration can name the class of its `KVCacheManager`, or of its `BlockPool`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
 from ...config import KVPolicyConfig
 from ...core.mechanisms import Mechanism
-from ...core.mechanisms.base import verified
+from ...core.mechanisms.base import decodes, verified
+from ...core.plan import EvictionPlan
 from .managers import FROM_HOST
 from .view import EngineView
 
@@ -109,7 +110,7 @@ class Reads(Mechanism):
             hit = kwargs.get("num_new_computed_tokens", 0) + kwargs.get("num_external_computed_tokens", 0)
             groups, first = scheduler.blocks_of(request.request_id), request.num_computed_tokens + hit
             for blocks in groups:
-                blocks.note_step(first, verified(request, first, num_new_tokens))
+                blocks.note_step(first, verified(request, first, num_new_tokens), decodes(request, first))
             allocated = allocate(request, num_new_tokens, *args, **kwargs)
             if allocated is None:  # there is no such step
                 groups[0].pure_tokens = None
@@ -120,6 +121,12 @@ class Reads(Mechanism):
     @classmethod
     def serves(cls, config: KVPolicyConfig) -> bool:
         return config.sparse_heads or config.reaches
+
+    def on_scheduled(self, plan: EvictionPlan, tokens: Mapping[str, int]) -> None:
+        for req_id in [req_id for req_id, count in tokens.items() if count == 1]:
+            request = self.view.requests[req_id]
+            if not decodes(request, request.num_computed_tokens - 1):  # vLLM counts the step's tokens already
+                plan.prompts.add(req_id)
 
 
 def note_published(pool: Any, published: Callable[[Any, int, Sequence[Any]], None]) -> None:

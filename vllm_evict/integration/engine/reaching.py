@@ -176,12 +176,7 @@ class Reaching(Staging):
         tables, found = self._find(request, request.num_tokens - 1)
         if len(found) * size <= hit.tokens or self._outdated(found):
             return hit
-        if len(found) > (most := self._most(request, blocks, found)):
-            # A chunk of one token would read as a decode does.
-            tables, found = self._find(request, request.num_tokens - 2)
-        holes, room = self._divide(blocks, len(found), most)
-        if len(found) * size <= hit.tokens:
-            return hit
+        holes, room = self._divide(blocks, len(found), self._most(request, blocks, found))
         beside = self._on_host_beside(request, tables)
         if (numbers := self._hold(request, found, (*room, *holes), beside)) is None:
             return hit

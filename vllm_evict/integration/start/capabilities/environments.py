@@ -350,12 +350,6 @@ UNCACHED = Environment(
     {KVZIP: "which leaves no cache to reconstruct prompts from"},
     "leave --no-enable-prefix-caching out",
 )
-CHUNKS_OF_ONE = Environment(
-    "prompts in chunks of one token (--long-prefill-token-threshold 1)",
-    lambda server: server.scheduler.long_prefill_token_threshold == 1,
-    {HOST: "where a chunk of one token would read as a decode does"},
-    "set --long-prefill-token-threshold to 2 or more",
-)
 SMALL_MACHINE = Environment(
     "host: {host_bytes} bytes on a machine of {machine}",
     lambda server: server.overflows_machine,
