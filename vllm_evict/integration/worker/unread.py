@@ -12,8 +12,8 @@ logger = init_logger("vllm.evict")
 
 #: Seconds between two looks at copies that are not done. A copy of a chunk takes milliseconds.
 PAUSE = 2e-4
-#: Seconds that a step waits at most. vLLM's own adapter does not tell whether LMCache's server still answers.
-LONGEST = 30.0
+#: Seconds after which a step that waits says so, again and again.
+SAID = 30.0
 
 
 class Copies:
@@ -32,26 +32,25 @@ class Copies:
         self._adapters = [getattr(each, of_lmcache(each, "worker_adapter")) for each in found]
         for adapter in self._adapters:
             of_lmcache(adapter, "store_futures")
-        #: A copy that took longer than a step waits. Until it is done, no step waits.
-        self._late: Any = None
 
     def wait(self, req_ids: Collection[str]) -> None:
-        """Wait until the server has copied what these requests have it store, as long as it answers."""
-        if self._late is not None and not self._late.query():
-            return
-        self._late, end = None, time.monotonic() + LONGEST
+        """Wait until the server has copied what these requests have it store, or is known to be gone.
+
+        Until then no step may write these blocks: the server would keep what it finds there under hashes of what was
+        there. LMCache's own adapter tells that the server is gone. vLLM's tells nothing, and its lookups wait, too.
+        """
+        since = said = time.monotonic()
         for adapter in self._adapters:
             for future in _copies(adapter.store_futures, req_ids):
                 while not future.query() and getattr(adapter, "is_healthy", True):
-                    if time.monotonic() > end:
-                        self._late = future
+                    if (now := time.monotonic()) - said > SAID:
+                        said = now
                         logger.warning(
-                            "LMCache's server did not copy blocks of %d requests within %g s. The requests lose them, "
-                            "so what the server keeps of the requests may be wrong: restart the server",
+                            "a step waits for LMCache's server, which has not copied blocks of %d requests for %.3g s. "
+                            "The requests lose them after that: if the server does not answer, restart it and vLLM",
                             len(req_ids),
-                            LONGEST,
+                            now - since,
                         )
-                        return
                     time.sleep(PAUSE)
 
 
