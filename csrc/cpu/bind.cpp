@@ -346,17 +346,23 @@ void reach(const py::handle& rows, const Tensor& query, const Tensor& index, con
            bool leads, const optional<string>& isa) {
   ReachArgs a{};
   a.query_type = check_floats(query, "query");
-  a.index.signs = index.scalar_type() == at::kShort;
-  if (!a.index.signs) a.index.type = check_floats(index, "index");
+  a.index.kind = index.scalar_type() == at::kByte    ? Kind::codes
+                 : index.scalar_type() == at::kShort ? Kind::signs
+                                                     : Kind::boxes;
+  if (a.index.kind == Kind::boxes) a.index.type = check_floats(index, "index");
   require(query.dim() == 3 && query.stride(2) == 1 && index.dim() == 3 && index.is_contiguous() &&
               index.is_cpu() && query.size(1) % index.size(1) == 0 && query.size(2) % 16 == 0,
           "query must be [T, H, D], D a multiple of 16, and index contiguous, [n, Hkv, X]");
   a.index.width = index.size(2);
   a.dim = query.size(2);
-  a.index.block_size = (a.index.width - a.dim) / (a.dim / 16 + 1);
-  require(a.index.width == (a.index.signs ? a.dim + a.index.block_size * (a.dim / 16 + 1) : 2 * a.dim) &&
-              (!a.index.signs || a.index.block_size % 16 == 0),
-          "index must have numbers of boxes or of signs");
+  a.index.block_size = a.index.kind == Kind::codes   ? coded_tokens(a.index.width, a.dim)
+                       : a.index.kind == Kind::signs ? (a.index.width - a.dim) / (a.dim / 16 + 1)
+                                                     : a.index.width / (2 * a.dim) * 32;
+  require(a.index.width == (a.index.kind == Kind::codes   ? coded_bytes(a.index.block_size, a.dim)
+                            : a.index.kind == Kind::signs ? a.dim + a.index.block_size * (a.dim / 16 + 1)
+                                                          : a.index.width / (2 * a.dim) * 2 * a.dim) &&
+              a.index.block_size > 0 && (a.index.kind == Kind::boxes || a.index.block_size % 16 == 0),
+          "index must have numbers of boxes, of signs or of codes");
   const auto written = field<Tensor>(rows, "written"), queries = field<Tensor>(rows, "queries");
   for (auto [tensor, name] : {std::pair{&numbers, "numbers"}, {&held, "held"}, {&read, "read"},
                               {&picked, "picked"}, {&counts, "counts"}, {&table, "table"},
@@ -456,25 +462,41 @@ void copy_blocks(const Tensor& target, const Tensor& source, const Tensor& to, c
   });
 }
 
-void store_signs(const Tensor& index, const Tensor& blocks, const Tensor& keys, const optional<string>& isa) {
-  check_tensor(index, "index", at::kShort, 3);
-  check_tensor(blocks, "blocks", at::kLong, 1);
-  check_tensor(keys, "keys", at::kFloat, 4);
-  const int64_t heads = keys.size(1), tokens = keys.size(2), dim = keys.size(3), width = index.size(2);
+// Writes what stands for the keys of blocks into an index of `type`, by `store` of one head of one.
+template <class Number, class Store>
+void store_index(const Tensor& index, const Tensor& blocks, const Tensor& keys, at::ScalarType type, int64_t width,
+                 Store store) {
+  check_tensor(index, "index", type, 3);
+  const int64_t heads = keys.size(1), tokens = keys.size(2), dim = keys.size(3);
   require(index.is_contiguous() && keys.is_contiguous() && blocks.is_contiguous() && keys.size(0) == blocks.numel() &&
-              index.size(1) == heads && tokens % 16 == 0 && dim % 16 == 0 && width == dim + tokens * (dim / 16 + 1),
+              index.size(1) == heads && tokens % 16 == 0 && dim % 16 == 0 && index.size(2) == width,
           "keys must be [n, Hkv, block_size, D], multiples of 16 tokens and dimensions, and index [N, Hkv, X], contiguous");
   const int64_t* to = blocks.const_data_ptr<int64_t>();
   require(std::all_of(to, to + blocks.numel(), [&](int64_t block) { return block >= 0 && block < index.size(0); }),
           "blocks must be in the index");
-  const ReachKernel& kernel = choose_reach(isa);
   const float* from = keys.const_data_ptr<float>();
-  auto* all = reinterpret_cast<uint16_t*>(index.mutable_data_ptr<int16_t>());
+  auto* all = static_cast<Number*>(index.mutable_data_ptr());
   py::gil_scoped_release release;
   at::parallel_for(0, keys.size(0) * heads, 16, [&](int64_t first, int64_t end) {
     for (int64_t i = first; i < end; ++i)
-      kernel.signs(from + i * tokens * dim, dim, tokens, all + (to[i / heads] * heads + i % heads) * width);
+      store(from + i * tokens * dim, dim, tokens, all + (to[i / heads] * heads + i % heads) * width);
   });
+}
+
+void check_keys(const Tensor& blocks, const Tensor& keys) {
+  check_tensor(blocks, "blocks", at::kLong, 1);
+  check_tensor(keys, "keys", at::kFloat, 4);
+}
+
+void store_signs(const Tensor& index, const Tensor& blocks, const Tensor& keys, const optional<string>& isa) {
+  check_keys(blocks, keys);
+  const int64_t width = keys.size(3) + keys.size(2) * (keys.size(3) / 16 + 1);
+  store_index<uint16_t>(index, blocks, keys, at::kShort, width, choose_reach(isa).signs);
+}
+
+void store_codes(const Tensor& index, const Tensor& blocks, const Tensor& keys, const optional<string>& isa) {
+  check_keys(blocks, keys);
+  store_index<uint8_t>(index, blocks, keys, at::kByte, coded_bytes(keys.size(2), keys.size(3)), choose_reach(isa).codes);
 }
 
 }  // namespace
@@ -490,5 +512,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("kernel_path", kernel_path);
   module.def("reach", vllm_evict::python::reach);
   module.def("resident_view", resident_view);
+  module.def("store_codes", store_codes);
   module.def("store_signs", store_signs);
 }

@@ -80,7 +80,12 @@ const MoveRows* choose_moves(const optional<string>& isa) {
 const ReachKernel& choose_reach(const optional<string>& isa) {
   // The kernels of attention know what this CPU runs.
   const string path = choose_kernel(isa).name;
-  if (avx512_reach && (path == "amx_bf16" || path.starts_with("avx512"))) return *avx512_reach;
+  if (avx512_reach && (path == "amx_bf16" || path.starts_with("avx512"))) {
+#if defined(__x86_64__)
+    if (avx512_vnni_reach && isa != "avx512" && __builtin_cpu_supports("avx512vnni")) return *avx512_vnni_reach;
+#endif
+    return *avx512_reach;
+  }
   return avx2_reach && path == "avx2" ? *avx2_reach : *portable_reach;
 }
 

@@ -26,6 +26,9 @@ float widened(const void* from, Type type, int64_t at) {
   return static_cast<float>(x);
 }
 
+// The score of a block whose logits are not all finite: below that of any other.
+constexpr float kUnknown = -1;
+
 struct alignas(64) Line {
   float floats[16];
 };
@@ -42,9 +45,12 @@ struct Packed {
 // Scratch of one thread.
 struct Scratch {
   std::vector<float> query, logits, shares;
-  std::vector<int32_t> places, order, over, free;
+  std::vector<int32_t> places, order, best, where, free;
   std::vector<char> taken;
 };
+
+// Blocks that a thread scores at once, if threads share out a row, and least products of numbers that it takes for that.
+constexpr int64_t kChunk = 256, kShared = 1 << 20;
 
 const int32_t* written_of(const ReachArgs& a, int64_t row) {
   return a.written + a.out_rows[row] * a.written_stride;
@@ -62,7 +68,7 @@ void find_places(const ReachArgs& a, int64_t row, std::vector<int32_t>& places) 
 }
 
 bool is_tile(const ReachArgs& a, int64_t row) {
-  return a.index.signs && a.dim <= kTileDims && a.query_counts[row] >= kTileQueries;
+  return a.index.kind == Kind::signs && a.dim <= kTileDims && a.query_counts[row] >= kTileQueries;
 }
 
 // Finds what to pack for rows that are tiles. Returns the number of each row in `packed`, or -1.
@@ -98,83 +104,114 @@ void scale_queries(const ReachArgs& a, int64_t row, int64_t head, float* to) {
       const int64_t at = (a.queries[row] + i / group) * a.query_token_stride +
                          (head * group + i % group) * a.query_head_stride + d;
       const float q = widened(a.query, a.query_type, at) * a.scale;
-      to[2 * i * a.dim + d] = a.index.signs ? q : std::max(q, 0.f);
+      to[2 * i * a.dim + d] = a.index.kind == Kind::boxes ? std::max(q, 0.f) : q;
       to[(2 * i + 1) * a.dim + d] = std::min(q, 0.f);
     }
 }
 
-// The share of attention that a query of the row may pay to each full block, summed up over heads;
-// of several queries the largest.
-void score(const ReachArgs& a, const ReachKernel& kernel, int64_t row, const Packed* packed, Scratch& s) {
-  const int64_t group = a.heads / a.index.kv_heads, full = a.full[row], count = a.query_counts[row],
-                padded = packed ? (full + kernel.panel - 1) / kernel.panel * kernel.panel : full;
+const float* sinks_of(const ReachArgs& a, int64_t row, int64_t head) {
+  return a.sinks ? a.sinks + a.queries[row] * a.sink_stride + head * (a.heads / a.index.kv_heads) : nullptr;
+}
+
+// Adds to s.shares [queries, padded] what queries of a row that is a tile may pay to each block.
+void score_tile(const ReachArgs& a, const ReachKernel& kernel, int64_t row, const Packed& packed, int64_t padded,
+                Scratch& s) {
+  const int64_t group = a.heads / a.index.kv_heads, count = a.query_counts[row];
   s.query.resize(2 * count * group * a.dim);
-  s.shares.assign(count * padded, 0.f);
-  const Lines scratch = lines_of(packed ? count * group * (padded + 1 + a.dim) : 16 * a.dim);
-  if (!packed) {
-    find_places(a, row, s.places);
-    s.logits.resize(count * group * full);
-  }
+  const Lines scratch = lines_of(count * group * (padded + 1 + a.dim));
   for (int64_t head = 0; head < a.index.kv_heads; ++head) {
     scale_queries(a, row, head, s.query.data());
-    const float* sinks = a.sinks ? a.sinks + a.queries[row] * a.sink_stride + head * group : nullptr;
-    if (packed) {
-      const float* panels = packed->panels[0].floats + head * packed_floats(a, kernel, *packed);
-      kernel.tile(s.query.data(), count, group, a.dim, a.index.block_size, a.soft_cap, sinks,
-                  a.sink_stride, panels, full, scratch[0].floats, s.shares.data());
-      continue;
-    }
-    kernel.logits(s.query.data(), count * group, a.dim, a.index, head, a.soft_cap, s.places.data(),
-                 full, scratch[0].floats, s.logits.data(), full);
-    for (int64_t i = 0; i < count * group; ++i) {
-      float *own = s.logits.data() + i * full, *shares = s.shares.data() + i / group * full;
-      if (a.soft_cap > 0 && !a.index.signs)
-        for (int64_t n = 0; n < full; ++n) own[n] = a.soft_cap * std::tanh(own[n] / a.soft_cap);
-      const float sink = sinks ? sinks[i / group * a.sink_stride + i % group]
-                               : -std::numeric_limits<float>::infinity();
-      const float peak = std::max(*std::max_element(own, own + full), sink);
-      float sum = std::exp(sink - peak);
-      for (int64_t n = 0; n < full; ++n) sum += own[n] = std::exp(own[n] - peak);
-      for (int64_t n = 0; n < full; ++n) shares[n] += own[n] / sum;
-    }
+    const float* panels = packed.panels[0].floats + head * packed_floats(a, kernel, packed);
+    kernel.tile(s.query.data(), count, group, a.dim, a.index.block_size, a.soft_cap, sinks_of(a, row, head),
+                a.sink_stride, panels, a.full[row], scratch[0].floats, s.shares.data());
   }
+}
+
+// The same of another row. Several threads share out its heads and blocks.
+void score_few(const ReachArgs& a, const ReachKernel& kernel, int64_t row, int64_t padded, int threads, Scratch& s) {
+  const int64_t group = a.heads / a.index.kv_heads, full = a.full[row], count = a.query_counts[row] * group,
+                chunk = threads > 1 ? kChunk : full;
+  find_places(a, row, s.places);
+  s.query.resize(2 * count * a.index.kv_heads * a.dim);
+  s.logits.resize(count * a.index.kv_heads * padded);
+  for (int64_t head = 0; head < a.index.kv_heads; ++head)
+    scale_queries(a, row, head, s.query.data() + head * 2 * count * a.dim);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    const Lines scratch = lines_of(16 * a.dim);
+#pragma omp for collapse(2) schedule(dynamic)
+    for (int64_t head = 0; head < a.index.kv_heads; ++head)
+      for (int64_t n = 0; n < full; n += chunk)
+        kernel.logits(s.query.data() + head * 2 * count * a.dim, count, a.dim, a.index, head, a.soft_cap,
+                      s.places.data() + n, std::min(chunk, full - n), scratch[0].floats,
+                      s.logits.data() + head * count * padded + n, padded);
+#pragma omp for collapse(2)
+    for (int64_t head = 0; head < a.index.kv_heads; ++head)
+      for (int64_t i = 0; i < count; ++i) {
+        const float* sinks = sinks_of(a, row, head);
+        kernel.shares(s.logits.data() + (head * count + i) * padded, full, padded,
+                      sinks ? sinks[i / group * a.sink_stride + i % group] : -std::numeric_limits<float>::infinity());
+      }
+#pragma omp for
+    for (int64_t n = 0; n < padded; n += 16)
+      for (int64_t i = 0; i < a.index.kv_heads * count; ++i)
+        for (int64_t k = n; k < n + 16; ++k)
+          s.shares[i % count / group * padded + k] += s.logits[i * padded + k];
+  }
+}
+
+// The share of attention that a query of the row may pay to each full block, summed up over heads;
+// of several queries the largest.
+void score(const ReachArgs& a, const ReachKernel& kernel, int64_t row, const Packed* packed, int threads, Scratch& s) {
+  const int64_t full = a.full[row], count = a.query_counts[row], of_panel = packed ? kernel.panel : 16,
+                padded = (full + of_panel - 1) / of_panel * of_panel;
+  s.shares.assign(count * padded, 0.f);
+  if (packed)
+    score_tile(a, kernel, row, *packed, padded, s);
+  else
+    score_few(a, kernel, row, padded, full * a.index.block_size * a.index.kv_heads * a.dim < kShared ? 1 : threads, s);
   float* scores = a.scores + a.slots[row] * a.width;
-  std::fill_n(scores, full, 0.f);
+  std::fill_n(scores, full, kUnknown);
   for (int64_t i = 0; i < count; ++i)
-    for (int64_t n = 0; n < full; ++n) scores[n] = std::max(scores[n], s.shares[i * padded + n]);
+    for (int64_t n = 0; n < full; ++n) scores[n] = std::max(scores[n], s.shares[i * padded + n]);  // NaN is not larger
+}
+
+// Notes the place of each block in the row's room; -1: it is not there.
+void find_held(const ReachArgs& a, int64_t row, Scratch& s) {
+  const int32_t* held = a.held + a.slots[row] * a.room;
+  s.where.assign(a.full[row], -1);
+  for (int64_t place = a.rooms[row] - 1; place >= 0; --place)
+    if (held[place] >= 0 && held[place] < a.full[row]) s.where[held[place]] = static_cast<int32_t>(place);
 }
 
 // Puts candidates in order, those that the row reads first: the best ones, of equal ones the oldest.
 // Returns how many of the best ones it reads others in place of.
 int64_t choose(const ReachArgs& a, int64_t row, Scratch& s) {
   const float* scores = a.scores + a.slots[row] * a.width;
-  const int32_t *numbers = numbers_of(a, row), *held = a.held + a.slots[row] * a.room;
+  const int32_t* numbers = numbers_of(a, row);
   const int64_t chosen = a.chosen[row];
+  const auto sort = [&](auto first, auto middle, auto last) {
+    std::partial_sort(first, middle, last, [&](int32_t one, int32_t other) {
+      return scores[one] != scores[other] ? scores[one] > scores[other] : one < other;
+    });
+  };
   s.order.resize(a.end[row] - a.first[row]);
   std::iota(s.order.begin(), s.order.end(), a.first[row]);
-  std::partial_sort(s.order.begin(), a.fetch ? s.order.end() : s.order.begin() + chosen,
-                    s.order.end(), [&](int32_t one, int32_t other) {
-                      return scores[one] != scores[other] ? scores[one] > scores[other]
-                                                          : one < other;
-                    });
+  const auto first = s.order.begin(), last = s.order.end();
+  sort(first, first + chosen, last);
   if (!a.fetch) return 0;
-  // Blocks over the bound come after all others.
-  int64_t absent = 0, kept = 0, cut = 0, rank = 0;
-  s.over.clear();
-  for (const int32_t block : s.order) {
-    const bool there =
-        numbers[block] < 0 || std::find(held, held + a.rooms[row], block) != held + a.rooms[row];
-    const bool best = rank++ < chosen;
-    if (!there && ++absent > a.fetch) {
-      s.over.push_back(block);
-      cut += best;
-    } else {
-      s.order[kept++] = block;
-    }
-    if (kept == chosen) return cut;
-  }
-  std::copy(s.over.begin(), s.over.end(), s.order.begin() + kept);
-  return std::max<int64_t>(cut - (chosen - kept), 0);
+  s.best.assign(first, first + chosen);
+  // The best of those that are there and of the best ones that may come; behind them the others.
+  const auto absent = std::partition(
+      first, last, [&](int32_t block) { return numbers[block] < 0 || s.where[block] >= 0; });
+  const auto over = absent + std::min<int64_t>(a.fetch, last - absent);
+  sort(absent, over, last);
+  const int64_t kept = std::min<int64_t>(chosen, over - first);
+  sort(first, first + kept, over);
+  if (kept < chosen) sort(over, over + (chosen - kept), last);
+  s.taken.assign(a.full[row], 0);
+  for (int64_t i = 0; i < chosen; ++i) s.taken[first[i]] = 1;
+  return std::count_if(s.best.begin(), s.best.end(), [&](int32_t block) { return !s.taken[block]; });
 }
 
 // Brings the chosen blocks of one row into its room, and notes and counts them.
@@ -193,8 +230,8 @@ void fetch(const ReachArgs& a, int64_t row, Scratch& s) {
       out[i] = written[block];
       continue;
     }
-    const int64_t place = std::find(held, held + a.rooms[row], block) - held;
-    if (place == a.rooms[row]) continue;
+    const int32_t place = s.where[block];
+    if (place < 0) continue;
     ++counts[1];
     s.taken[place] = 1;
     read[place] = a.step;
@@ -264,7 +301,9 @@ void reach(const ReachArgs& a, const ReachKernel& kernel, int threads) {
   std::vector<Packed> packed;
   const std::vector<int64_t> packed_of = find_packed(a, packed);
   for (Packed& its : packed) its.panels = lines_of(a.index.kv_heads * packed_floats(a, kernel, its));
-#pragma omp parallel num_threads(threads) if (threads > 1 && a.rows > 1)
+  // A row for each thread, or all threads for each row.
+  const bool shared = a.rows >= threads;
+#pragma omp parallel num_threads(threads) if (threads > 1 && (shared || !packed.empty()))
   {
     for (Packed& its : packed) {
 #pragma omp for collapse(2) nowait
@@ -284,7 +323,11 @@ void reach(const ReachArgs& a, const ReachKernel& kernel, int threads) {
         name(a, row);
         continue;
       }
-      if (a.leads) score(a, kernel, row, packed_of[row] < 0 ? nullptr : &packed[packed_of[row]], s);
+      if (a.leads) {
+        const Packed* its = packed_of[row] < 0 ? nullptr : &packed[packed_of[row]];
+        score(a, kernel, row, its, shared ? 1 : threads, s);
+      }
+      find_held(a, row, s);
       a.counts[a.slots[row] * 3 + 2] += static_cast<int32_t>(choose(a, row, s));
       fetch(a, row, s);
       name(a, row);

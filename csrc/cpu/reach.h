@@ -9,11 +9,13 @@
 
 namespace vllm_evict {
 
-// What blocks are scored by (compute/kernels/signs.py and bounds.py): `width` numbers for each KV head
-// of each block, in order.
+// What blocks are scored by (compute/kernels/codes.py, signs.py and bounds.py): `width` numbers for each KV
+// head of each block, in order: bytes of codes, words of 16 bits of signs, or boxes of up to 32 tokens each,
+// of `type`, largest values first.
+enum class Kind { codes, signs, boxes };
 struct ReachIndex {
   const void* data;
-  bool signs;  // words of 16 bits; or boxes of `type`, largest values first
+  Kind kind;
   Type type;
   int64_t blocks, kv_heads, width, block_size;
 };
@@ -54,12 +56,16 @@ struct ReachArgs {
   int64_t out_stride, out_width, num_out_rows;
 };
 
-// Writes logits[query * stride + n], what attention one KV head of the block at places[n] may draw.
-// `query`: floats [count, 2 * dim]; for boxes positive parts first, for signs the query first.
-// Logits of boxes are not capped yet. `scratch`: for signs 16 floats a dimension.
+// Writes logits[query * stride + n], in base 2, what attention one KV head of the block at places[n] may draw.
+// `query`: floats [count, 2 * dim]; for boxes positive parts first, else the query first.
+// `scratch`: 16 floats a dimension.
 using BlockLogits = void (*)(const float* query, int64_t count, int64_t dim, const ReachIndex&,
                              int64_t head, float soft_cap, const int32_t* places, int64_t num,
                              float* scratch, float* logits, int64_t stride);
+
+// Makes logits in base 2 of `num` blocks, of `padded` that are there, the shares of attention that they stand for beside
+// a sink. `padded` is a multiple of 16. Those of blocks whose logits are not finite are NaN.
+using Shares = void (*)(float* logits, int64_t num, int64_t padded, float sink);
 
 // Rows of so many queries or more are tiles: if blocks are scored by signs, sums of each four numbers of their queries
 // are rounded, and a block's best token stands for it. A byte holds sums of so many dimensions.
@@ -80,19 +86,33 @@ using TileShares = void (*)(const float* query, int64_t count, int64_t group, in
                             int64_t sink_stride, const float* panels, int64_t num, float* scratch,
                             float* shares);
 
-// Writes the index of one KV head of a block by signs: of keys [block_size, dim].
+// Write the index of one KV head of a block by signs, or at two bits a number: of keys [block_size, dim].
 using KeySigns = void (*)(const float* keys, int64_t dim, int64_t block_size, uint16_t* index);
+using KeyCodes = void (*)(const float* keys, int64_t dim, int64_t block_size, uint8_t* index);
+
+// Tokens that share middles and steps, or 16, and bytes of what stands for `tokens` of them.
+constexpr int64_t kGroup = 32;
+constexpr int64_t code_bytes(int64_t tokens, int64_t dim) { return tokens * dim / 4 + 2 * dim + 8; }
+// Bytes of one KV head of a block, and tokens of a block by them.
+constexpr int64_t coded_bytes(int64_t block_size, int64_t dim) {
+  return block_size / kGroup * code_bytes(kGroup, dim) + (block_size % kGroup ? code_bytes(16, dim) : 0);
+}
+constexpr int64_t coded_tokens(int64_t width, int64_t dim) {
+  return width / code_bytes(kGroup, dim) * kGroup + (width % code_bytes(kGroup, dim) ? 16 : 0);
+}
 
 struct ReachKernel {
   BlockLogits logits;
+  Shares shares;
   KeySigns signs;
+  KeyCodes codes;
   int64_t panel;                                            // blocks
   int64_t (*panel_floats)(int64_t dim, int64_t block_size);
   PackPanel pack;
   TileShares tile;
 };
 // Null if the compiler or the architecture lacks the instruction set.
-extern const ReachKernel *const avx512_reach, *const avx2_reach, *const portable_reach;
+extern const ReachKernel *const avx512_vnni_reach, *const avx512_reach, *const avx2_reach, *const portable_reach;
 
 // Throws std::invalid_argument, before it writes anything, if an index is out of range.
 void reach(const ReachArgs&, const ReachKernel&, int threads);

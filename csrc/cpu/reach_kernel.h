@@ -1,37 +1,32 @@
-// Logits of blocks: products of queries with boxes, or with signs of keys. A source file for each instruction set
+// Logits of blocks: products of queries with boxes, with signs of keys, or with keys at two bits a number. A source file for each instruction set
 // includes it, after isa.h (see mass_kernel.h).
 
 #include "reach.h"
+#include "reach_codes.h"
 #include "vectors.h"
 
 namespace vllm_evict::ISA {
 namespace {
 
-inline float sum_of(Vec v) {
-  float total = 0;
-  for (int i = 0; i < LANES; ++i) total += v[i];
-  return total;
-}
-
-inline float largest_of(Vec v) {
-  float largest = v[0];
-  for (int i = 1; i < LANES; ++i) largest = v[i] > largest ? v[i] : largest;
-  return largest;
-}
-
+// The log (base 2) of the sum of exp(logit) over the boxes of each block: of the first `width` numbers.
 template <class T>
-void box_logits(const float* query, int64_t count, int64_t dim, const T* boxes, int64_t stride,
-                const int32_t* places, int64_t num, float* logits, int64_t out_stride) {
+void box_logits(const float* query, int64_t count, int64_t dim, const T* boxes, int64_t stride, int64_t width,
+                float soft_cap, const int32_t* places, int64_t num, float* logits, int64_t out_stride) {
   const int64_t size = 2 * dim;
-  for (int64_t n = 0; n < num; ++n) {
-    const T* box = boxes + places[n] * stride;
+  for (int64_t n = 0; n < num; ++n)
     for (int64_t q = 0; q < count; ++q) {
       const float* own = query + q * size;
-      Vec sum{};
-      for (int64_t d = 0; d < size; d += LANES) sum += load<Vec>(own + d) * widen(box + d);
-      logits[q * out_stride + n] = sum_of(sum);
+      float top = 0, total = 0;
+      for (int64_t at = 0; at < width; at += size) {
+        const T* box = boxes + places[n] * stride + at;
+        Vec sum{};
+        for (int64_t d = 0; d < size; d += LANES) sum += load<Vec>(own + d) * widen(box + d);
+        const float x = kLog2e * capped(splat(sum_of(sum)), soft_cap)[0], higher = at && top > x ? top : x;
+        total = at ? total * __builtin_exp2f(top - higher) + __builtin_exp2f(x - higher) : 1;
+        top = higher;
+      }
+      logits[q * out_stride + n] = width > size ? top + __builtin_log2f(total) : top;
     }
-  }
 }
 
 // The upper half of floats, rounded to even.
@@ -62,7 +57,6 @@ void key_signs(const float* keys, int64_t dim, int64_t block_size, uint16_t* ind
 }
 
 constexpr int64_t kQueries = 4;  // that read the signs together
-constexpr float kLog2e = 1.44269504f;
 
 // Calls write(at, sums) with the 16 sums that each four numbers of a query have with either sign, LANES at once, and
 // where they belong in [dim / 4, 16].
@@ -77,7 +71,7 @@ inline void tabulate(const float* query, int64_t dim, Write write) {
     }
 }
 
-// The log of the sum of exp(logit) over a block's tokens, for Q queries. A key is taken
+// The log (base 2) of the sum of exp(logit) over a block's tokens, for Q queries. A key is taken
 // for its block's centre + its scale in the direction of its signs. A block has its centre [dim], the
 // scales of its tokens, and for each 16 tokens and dimension a word with a bit for each token.
 template <int Q>
@@ -113,7 +107,7 @@ void sign_logits(const float* query, int64_t dim, const uint16_t* index,
       const Vec scale = widen((const Bf16*)(scales + t));
       for (int q = 0; q < Q; ++q) {
         Vec x = base[q] + scale * own[q];
-        if (soft_cap > 0) x = soft_capped(x, soft_cap);
+        x = capped(x, soft_cap);
         x *= kLog2e;
         const Vec top = max(peak[q], x);
         sum[q] = sum[q] * exp2(peak[q] - top) + exp2(x - top);
@@ -123,7 +117,7 @@ void sign_logits(const float* query, int64_t dim, const uint16_t* index,
     for (int q = 0; q < Q; ++q) {
       const float top = largest_of(peak[q]);
       const float all = sum_of(sum[q] * exp2(peak[q] - top));
-      logits[q * out_stride + n] = top / kLog2e + __builtin_logf(all);
+      logits[q * out_stride + n] = top + __builtin_log2f(all);
     }
   }
 }
@@ -194,7 +188,7 @@ float tabulate_bytes(const float* query, int64_t dim, int8_t* tables) {
   for (int64_t d = 0; d < dim; ++d) all += __builtin_fabsf(query[d]);
   const float steps = tile_steps(dim), of_one = all > 0 ? steps / all : 0;
   tabulate(query, dim, [&](int64_t at, Vec sums) {
-    const WordVec whole = (WordVec)(sums * of_one + 12582912.f);  // 1.5 * 2^23
+    const WordVec whole = (WordVec)(sums * of_one + kWhole);
     for (int i = 0; i < LANES; ++i) tables[at + i] = (int8_t)whole[i];
   });
   return all / steps;
@@ -243,9 +237,29 @@ void peak_logits(const float* query, const float* units, const int8_t* tables, c
       const IntVec both = (IntVec)peak[q][k % 2], its = k < 2 ? both << 16 >> 16 : both >> 16;
       const Vec unit = load<Vec>(p.largest + k * LANES) * (units[q] * (128.f / 32767));
       Vec x = base[q][k] + __builtin_convertvector(its, Vec) * unit;
-      if (soft_cap > 0) x = soft_capped(x, soft_cap);
+      x = capped(x, soft_cap);
       store(logits + q * stride + k * LANES, x * kLog2e);
     }
+}
+
+// See `Shares`. The logits behind `num` may be anything.
+void to_shares(float* logits, int64_t num, int64_t padded, float sink) {
+  const Vec none = splat(__builtin_nanf(""));
+  for (int64_t n = num; n < padded; ++n) logits[n] = none[0];
+  Vec peak = splat(sink * kLog2e), sum{};
+  for (int64_t n = 0; n < padded; n += LANES) {
+    const Vec x = load<Vec>(logits + n);
+    peak = x - x == 0 ? max(x, peak) : peak;
+  }
+  const float top = largest_of(peak);
+  for (int64_t n = 0; n < padded; n += LANES) {
+    const Vec x = load<Vec>(logits + n), share = exp2(x - top);
+    const IntVec known = x - x == 0;
+    store(logits + n, known ? share : none);
+    sum += known ? share : Vec{};
+  }
+  const float unit = 1 / (sum_of(sum) + exp2(splat(sink * kLog2e - top))[0]);
+  for (int64_t n = 0; n < padded; n += LANES) store(logits + n, load<Vec>(logits + n) * unit);
 }
 
 // Adds the shares of attention that queries of one KV head may pay to blocks, if the best of its tokens stood for each.
@@ -266,18 +280,8 @@ void tile_shares(const float* query, int64_t count, int64_t group, int64_t dim, 
   }
   for (int64_t q = 0; q < total; ++q) {
     float *own = logits + q * padded, *to = shares + q / group * padded;
-    const float sink = sinks ? sinks[q / group * sink_stride + q % group] * kLog2e : -1e30f;
-    for (int64_t n = num; n < padded; ++n) own[n] = -1e30f;
-    Vec peak = splat(sink), sum{};
-    for (int64_t n = 0; n < padded; n += LANES) peak = max(peak, load<Vec>(own + n));
-    peak = splat(largest_of(peak));
-    for (int64_t n = 0; n < padded; n += LANES) {
-      const Vec share = exp2(load<Vec>(own + n) - peak);
-      store(own + n, share);
-      sum += share;
-    }
-    const float unit = 1 / (sum_of(sum) + exp2(splat(sink) - peak)[0]);
-    for (int64_t n = 0; n < padded; n += LANES) store(to + n, load<Vec>(to + n) + load<Vec>(own + n) * unit);
+    to_shares(own, num, padded, sinks ? sinks[q / group * sink_stride + q % group] : -__builtin_inff());
+    for (int64_t n = 0; n < padded; n += LANES) store(to + n, load<Vec>(to + n) + load<Vec>(own + n));
   }
 }
 
@@ -285,7 +289,17 @@ void block_logits(const float* query, int64_t count, int64_t dim, const ReachInd
                   int64_t head, float soft_cap, const int32_t* places, int64_t num, float* scratch,
                   float* logits, int64_t out_stride) {
   const int64_t stride = index.kv_heads * index.width, first = head * index.width;
-  if (index.signs) {
+  if (index.kind == Kind::codes) {
+    const uint8_t* codes = (const uint8_t*)index.data + first;
+    for (int64_t q = 0, some; q < count; q += some) {
+      some = count - q < 4 ? count - q : 4;
+      (some == 1 ? code_logits<1> : some == 2 ? code_logits<2> : some == 3 ? code_logits<3> : code_logits<4>)(
+          query + 2 * q * dim, dim, codes, stride, index.block_size, soft_cap, places, num, scratch,
+          logits + q * out_stride, out_stride);
+    }
+    return;
+  }
+  if (index.kind == Kind::signs) {
     for (int64_t q = 0, some; q < count; q += some) {
       some = count - q < 2 ? 1 : count - q < kQueries ? 2 : kQueries;
       (some == 1 ? sign_logits<1> : some == 2 ? sign_logits<2> : sign_logits<kQueries>)(
@@ -295,18 +309,18 @@ void block_logits(const float* query, int64_t count, int64_t dim, const ReachInd
     return;
   }
   if (index.type == Type::f32)
-    box_logits(query, count, dim, (const float*)index.data + first, stride, places, num, logits,
-               out_stride);
+    box_logits(query, count, dim, (const float*)index.data + first, stride, index.width, soft_cap, places, num,
+               logits, out_stride);
   else if (index.type == Type::bf16)
-    box_logits(query, count, dim, (const Bf16*)index.data + first, stride, places, num, logits,
-               out_stride);
+    box_logits(query, count, dim, (const Bf16*)index.data + first, stride, index.width, soft_cap, places, num,
+               logits, out_stride);
   else
-    box_logits(query, count, dim, (const F16*)index.data + first, stride, places, num, logits,
-               out_stride);
+    box_logits(query, count, dim, (const F16*)index.data + first, stride, index.width, soft_cap, places, num,
+               logits, out_stride);
 }
 
 }  // namespace
 
-constexpr ReachKernel reach_kernel = {block_logits, key_signs, kPanel, panel_floats, pack, tile_shares};
+constexpr ReachKernel reach_kernel = {block_logits, to_shares, key_signs, key_codes, kPanel, panel_floats, pack, tile_shares};
 
 }  // namespace vllm_evict::ISA

@@ -16,6 +16,7 @@ typedef int16_t ShortVec __attribute__((vector_size(2 * LANES)));
 typedef int16_t PairVec __attribute__((vector_size(4 * LANES)));
 typedef int8_t CharVec __attribute__((vector_size(4 * LANES)));
 typedef uint8_t ByteVec __attribute__((vector_size(LANES)));
+typedef int8_t LowVec __attribute__((vector_size(LANES)));
 
 template <class V>
 inline V load(const void* from) {
@@ -123,6 +124,39 @@ inline PairVec multiply_round(PairVec a, PairVec b) {
 #endif
 }
 
+// LANES bytes as floats, and the lowest bytes of words.
+inline Vec of_bytes(const uint8_t* from) {
+#ifdef WIDEN_BYTES
+  return __builtin_convertvector((IntVec)WIDEN_BYTES(from), Vec);
+#else
+  return __builtin_convertvector(__builtin_convertvector(load<ByteVec>(from), IntVec), Vec);
+#endif
+}
+inline Vec of_bytes(const int8_t* from) {
+#ifdef WIDEN_CHARS
+  return __builtin_convertvector((IntVec)WIDEN_CHARS(from), Vec);
+#else
+  return __builtin_convertvector(__builtin_convertvector(load<LowVec>(from), IntVec), Vec);
+#endif
+}
+inline LowVec low_bytes(Vec words) {
+#ifdef NARROW
+  return (LowVec)NARROW(words);
+#else
+  return __builtin_convertvector((IntVec)words, LowVec);
+#endif
+}
+
+// Of each word the sum, and the products of its four bytes of `a`, which are 0 to 3, with those of `b`, which have a sign.
+inline IntVec dot_bytes(IntVec sum, WordVec a, WordVec b) {
+#ifdef DOT_BYTES
+  return DOT_BYTES(sum, a, b);
+#else
+  for (int i = 0; i < 32; i += 8) sum += (IntVec)(a >> i & 0xff) * ((IntVec)(b << (24 - i)) >> 24);
+  return sum;
+#endif
+}
+
 inline PairVec max(PairVec a, PairVec b) { return a > b ? a : b; }
 
 // ---- Numbers
@@ -140,6 +174,27 @@ inline Vec pick(const float* from, WordVec places) {
 
 // Returns b if one of the two is NaN.
 inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
+
+// Folds a vector into one number, halves first.
+template <class Fold>
+inline float folded(Vec v, Fold fold) {
+  float all[LANES];
+  store(all, v);
+  for (int half = LANES / 2; half; half /= 2)
+    for (int i = 0; i < half; ++i) all[i] = fold(all[i], all[i + half]);
+  return all[0];
+}
+inline float sum_of(Vec v) {
+  return folded(v, [](float a, float b) { return a + b; });
+}
+// NaN if one is.
+inline float largest_of(Vec v) {
+  return folded(v, [](float a, float b) { return a > b || a != a ? a : b; });
+}
+
+// Adding this rounds floats of up to 2^22 to whole numbers, which are the lowest bits of the sum. 1.5 * 2^23.
+constexpr float kWhole = 12582912.f;
+constexpr float kLog2e = 1.44269504f;
 
 // 2^x for x <= 0, at most 1.3 ulp off; 0 below 2^-126, NaN for NaN.
 inline Vec exp2(Vec x) {

@@ -109,12 +109,13 @@ class Choosing(Source, ABC):
 
     @classmethod
     def described(cls, sources: Sequence[Any]) -> str:
-        return f"; the index of keys takes {-(-sum(source.kept_bytes for source in sources) // MIB)} MiB"
+        return f"; the index of keys and choices take {-(-sum(source.kept_bytes for source in sources) // MIB)} MiB"
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the index on their device."""
-        return self.index.kept_bytes
+        """Bytes of the index, of rooms and of what requests have chosen."""
+        own = self._held, self._read, self._picked, self._scores, self._numbers, self.counts
+        return self.index.kept_bytes + sum(each.nbytes for each in own)
 
     @property
     def requests(self) -> Iterable[str]:

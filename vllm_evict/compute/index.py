@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from .attention.fp8 import scaled
-from .kernels.bounds import key_bounds
+from .kernels.bounds import key_boxes
 from .kernels.codes import pack_keys, store_codes
 from .kernels.reach import SCRATCH
 from .kernels.signs import key_signs, store_signs
@@ -37,14 +37,14 @@ class Kind(NamedTuple):
 
 
 def _put_boxes(index: torch.Tensor, blocks: torch.Tensor, keys: torch.Tensor) -> None:
-    index[blocks] = key_bounds(keys)
+    index[blocks] = key_boxes(keys)
 
 
 #: Kinds by the value of the field `index`.
 KINDS = {
     "bits": Kind(pack_keys, store_codes),
     "signs": Kind(key_signs, store_signs),
-    "box": Kind(key_bounds, _put_boxes),
+    "box": Kind(key_boxes, _put_boxes),
 }
 
 
@@ -81,7 +81,13 @@ class BlockIndex:
         return len(self._late) > 0
 
     def bytes_beside(self, keys: int, dtype: torch.dtype) -> int:
-        """Return the bytes of the index of a block whose keys take `keys` bytes, in a cache of `dtype`."""
+        """Return the bytes of the index of a block, in a cache of `dtype`.
+
+        Args:
+            keys: bytes of its keys if they are as wide as values. Wider ones take up to twice as many.
+        """
+        elements = sum(self._shape.of_layers) * self._shape.block_size * self._shape.head_size
+        keys = max(keys, min(elements * dtype.itemsize, 2 * keys))
         head = torch.zeros(1, 1, self._shape.block_size, self._shape.head_size, dtype=dtype)
         return keys * self._of_keys(scaled(head, 1.0)).nbytes // head.nbytes
 

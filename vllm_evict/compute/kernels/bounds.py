@@ -7,6 +7,9 @@ import torch
 
 from .logits import block_scores
 
+#: Most tokens of a box of an index.
+BOXED = 32
+
 
 def key_bounds(keys: torch.Tensor, length: int | None = None, verified: torch.Tensor | None = None) -> torch.Tensor:
     """Return the boxes of the keys of each block.
@@ -36,6 +39,20 @@ def _boxes(keys: torch.Tensor) -> torch.Tensor:
     return torch.cat((wide.amax(2), wide.amin(2)), -1).to(keys.dtype)
 
 
+def key_boxes(keys: torch.Tensor) -> torch.Tensor:
+    """Return the boxes of up to `BOXED` tokens each of the keys of full blocks.
+
+    A box of more tokens is so wide that it tells little.
+
+    Args:
+        keys: [n, Hkv, block_size, D].
+
+    Returns:
+        [n, Hkv, boxes * 2 * D], as of `key_bounds`, in the dtype of the keys.
+    """
+    return torch.cat([_boxes(each) for each in keys.split(BOXED, 2)], -1)
+
+
 def bound_scores(
     query: torch.Tensor,
     bounds: torch.Tensor,
@@ -47,13 +64,13 @@ def bound_scores(
     """Return what attention one query may pay to each block, summed up over heads.
 
     The query's product with a key is at most the sum over dimensions of its larger product with the two bounds of a
-    box. Shares are the softmax of these products over all blocks, as if each block had one key that reaches them. A
+    box. Shares are the softmax of these products over all boxes, as if each box had one key that reaches them. A
     soft cap rises with its argument, so capped products bound capped scores. A box with a number that is not finite
     gets `logits.UNKNOWN`.
 
     Args:
         query: [H, D], rotated.
-        bounds: [n, Hkv, 2 * D] of `key_bounds`.
+        bounds: [n, Hkv, 2 * D] of `key_bounds`, or those of several boxes of each block (see `key_boxes`).
         scale: of the layer's attention.
         soft_cap, sinks: of the layer's attention (see `logits`); sinks are [H].
         there: bool [n], blocks with tokens; the others get 0. None: all have some.
@@ -63,11 +80,12 @@ def bound_scores(
     """
     heads = query.float().unflatten(0, (bounds.shape[1], -1)) * scale  # [Hkv, G, D]
     parts = torch.cat((heads.clamp(min=0), heads.clamp(max=0)), -1)
-    products = parts @ bounds.float().permute(1, 2, 0)  # [Hkv, G, n]
+    boxes = bounds.float().unflatten(-1, (-1, 2 * query.shape[1]))
+    products = torch.einsum("hgx,nhbx->hgnb", parts, boxes)
     own = None if sinks is None else sinks.view(*heads.shape[:2], 1)
     if there is None:
-        return block_scores(products[..., None], soft_cap, own)
-    return block_scores(products.masked_fill(~there, -torch.inf)[..., None], soft_cap, own).masked_fill(~there, 0)
+        return block_scores(products, soft_cap, own)
+    return block_scores(products.masked_fill(~there[:, None], -torch.inf), soft_cap, own).masked_fill(~there, 0)
 
 
 def bound_scores_reference(

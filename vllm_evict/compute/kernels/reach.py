@@ -95,7 +95,7 @@ def reach(
     Args:
         rows: see `ReachRows`.
         query: [T, H, D].
-        index: [n, Hkv, X] of `codes.pack_keys`, of `signs.key_signs`, or of `bounds.key_bounds` as boxes: of blocks of
+        index: [n, Hkv, X] of `codes.pack_keys`, of `signs.key_signs`, or of `bounds.key_boxes`: of blocks of
             the pool, and from `rows.pool` on of the host.
         numbers: int32 [slots, W], the host block of each logical block; -1: it is in the pool alone.
         held, read: int32 [slots, n], the logical block in each block of the layer's rooms, and the step that read it
@@ -123,7 +123,7 @@ def reach(
         from ...triton_kernels.reach import reach as on_device
 
         on_device(*args)
-    elif _C_cpu is None or (index.dtype == torch.uint8 and not hasattr(_C_cpu, "store_codes")):
+    elif _C_cpu is None:
         reach_reference(*args)
     else:
         _C_cpu.reach(*args, isa)
