@@ -2,12 +2,13 @@
 
 import itertools
 import math
+from fractions import Fraction
 
 import pytest
 from configuration import H2O, WHOLE, asked, parse, refusal
 
 from vllm_evict.config import KVPolicyError, Limits, presets
-from vllm_evict.config.sizes import LEAST_BUDGET, LEAST_CHOICE
+from vllm_evict.config.sizes import LEAST_BUDGET, LEAST_CHOICE, share_of
 from vllm_evict.policies import CACHED, MASS_OPTIONS, POLICIES, QUERIED, REDUCTIONS, RUNNING
 
 # --- in blocks -------------------------------------------------------------------------------------------------------
@@ -36,6 +37,16 @@ from vllm_evict.policies import CACHED, MASS_OPTIONS, POLICIES, QUERIED, REDUCTI
 )
 def test_limits(options, block, prompt, expected):
     assert parse({**H2O, **options}).limits(block, prompt) == expected
+
+
+def test_shares_are_exact():
+    """As decimal fractions: in floating point 0.07 of 100 is more than 7."""
+    for hundredth in range(1, 100):
+        config = parse({"name": "h2o", "budget": hundredth / 100, "sink": 16, "recent": 16, "buffer": 0})
+        for count in (100, 700, 1000, 19_936):
+            assert share_of(hundredth / 100, count) == math.ceil(Fraction(hundredth, 100) * count)
+            exact = math.ceil(math.ceil(Fraction(hundredth, 100) * count) / 16)
+            assert config.limits(16, count).budget == max(exact, 3)
 
 
 def test_bound_is_the_largest_trigger_or_none():

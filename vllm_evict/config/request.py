@@ -2,7 +2,6 @@
 
 import difflib
 import json
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +13,7 @@ from .frozen import C, Frozen
 from .options import TOO_MANY, names_of
 from .registry import REGISTRY, Declaration
 from .retired import OLD_NAMES, RETIRED
-from .sizes import Limits
+from .sizes import Limits, share_of
 from .sources import policy_named
 
 #: Arguments of a request, in `SamplingParams.extra_args` or over HTTP in `vllm_xargs`.
@@ -172,7 +171,7 @@ class Requests(Frozen):
                 options.pop("recent", None)
         options |= asked
         if self.context is not None and isinstance(asked.get("budget"), float):
-            options["budget"] = math.ceil(asked["budget"] * prompt_len)
+            options["budget"] = share_of(asked["budget"], prompt_len)
         return {field: value for field, value in options.items() if field in policy.options}
 
     def _handed_to(self: C, policy: Declaration, block_size: int, prompt_len: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,11 @@ LEAST_CHOICE = 2
 TILE = 32
 #: Size that follows the budget -> how many times it fits into the budget at least. In this order they get their blocks.
 SHARES = {"recent": 4, "sink": 8}
+
+
+def share_of(share: float, count: int) -> int:
+    """Return a share of a count, rounded up, by the share's decimal digits: a hundredth of 700 is 7."""
+    return math.ceil(Fraction(str(share)) * count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +125,7 @@ class Sizes(Frozen):
         if self.budget is None:
             blocks = self._granted
         else:
-            tokens = math.ceil(self.budget * prompt_len) if isinstance(self.budget, float) else self.budget
+            tokens = share_of(self.budget, prompt_len) if isinstance(self.budget, float) else self.budget
             blocks, least = math.ceil(tokens / block_size), self._least(block_size) if self.protect else 1
             blocks = max(blocks, least, LEAST_BUDGET if "budget" in self.unsaid else 1)
         room = blocks - 1 - sum(math.ceil(sizes[size] / block_size) for size in SHARES.keys() - self.unsaid)

@@ -1,6 +1,5 @@
 """The blocks of one request in one KV group: limits, and the choice of blocks to evict."""
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..config import NEVER, KVPolicyConfig, Limits
+from ..config.sizes import share_of
 from ..policies import Blocks
 from .plan import Report, Scoring
 from .residence import NO_BLOCKS, Residence
@@ -363,7 +363,7 @@ def choose_jointly(
     spare = sum(held) - len(groups) * limits.budget
     if spare + len(groups) * limits.budget <= len(groups) * limits.trigger:
         return [NO_BLOCKS] * len(groups)
-    least = max(math.ceil(floor * limits.budget), 1)
+    least = max(share_of(floor, limits.budget), 1)
     ranked = [(blocks[: max(count - least, 0)], importance) for (blocks, importance), count in zip(ranked, held)]
     owner = np.repeat(np.arange(len(groups)), [len(blocks) for blocks, _ in ranked])
     importance = np.concatenate([importance[: len(blocks)] for blocks, importance in ranked])

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -168,7 +169,9 @@ class Invariants(HostInvariants):
                     raise Fault("floor", f"{req_id} lost {holes}, {limits.sink} are sinks, from {recent} on recent")
                 table = manager.req_to_blocks[req_id][: -(-settled // block)]
                 held = sum(not block.is_null for block in table)
-                least = max(math.ceil(resident.config.floor * limits.budget), 1) if pools else limits.budget
+                least = (
+                    max(math.ceil(Fraction(str(resident.config.floor)) * limits.budget), 1) if pools else limits.budget
+                )
                 if held < least:
                     raise Fault("floor", f"{req_id} has {held} blocks left, its budget is {limits.budget}")
 
