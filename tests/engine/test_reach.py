@@ -19,7 +19,7 @@ from vllm import _custom_ops
 
 from vllm_evict.compute.attention.fp8 import scaled
 from vllm_evict.compute.index import BlockIndex
-from vllm_evict.compute.kernels.signs import key_signs
+from vllm_evict.compute.kernels.codes import packed_bytes
 from vllm_evict.compute.reach import Reach
 from vllm_evict.compute.shape import Shape
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
@@ -73,7 +73,7 @@ def check_agents(engine, blocks, whole=True, **options):
 
 
 def assert_reaches_like_dense(
-    model, prompt, output, trace, read, hold=8, index="signs", dense=None, atol=2e-3, size=BLOCK, pressure=False,
+    model, prompt, output, trace, read, hold=8, index=None, dense=None, atol=2e-3, size=BLOCK, pressure=False,
     budget=256, sink=32, recent=32, **more,
 ):  # fmt: skip
     """Log-probabilities of a traced request are those of a dense model that has everything, and chooses for itself.
@@ -128,7 +128,7 @@ def test_memory_beside_the_pool_comes_from_what_the_cache_may_take(engine, deep)
     block, memory = 5 * 32 * 2 * 2 * 32 * 4, 16 << 20
     options = {"model": deep, "blocks": None, "max_model_len": 1024}
     server = engine({**REACH, "host": 256 * block}, kv_cache_memory_bytes=memory, **options)
-    index = (server.all_blocks + 1) * 5 * 2 * key_signs(torch.zeros(1, 1, 32, 32)).nbytes
+    index = (server.all_blocks + 1) * 5 * 2 * packed_bytes(32, 32)
     taken = (server.all_blocks + 1 + 32) * block + index
     assert memory - 2 * block < taken <= memory
     said = (
@@ -139,7 +139,7 @@ def test_memory_beside_the_pool_comes_from_what_the_cache_may_take(engine, deep)
         engine({**REACH, "host": 256 * block}, kv_cache_memory_bytes=33 * block, **options)
 
 
-@pytest.mark.parametrize("kind", ["box", "signs"])
+@pytest.mark.parametrize("kind", ["box", "signs", "bits"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 def test_an_index_takes_what_is_reserved_for_it(kind, dtype):
     """Per block of two heads; fp8 keys are read as float32."""
@@ -175,20 +175,20 @@ def assert_counted(uses, fetch=0):
 
 
 FIELDS = {
-    "signs-8": {},
-    "signs-5": {"hold": 1, "read": 160},
+    "bits-8": {},
+    "bits-5": {"hold": 1, "read": 160},
     "box-5": {"index": "box", "read": 160, "hold": 1, "leaders": 2},
     "box-5-held": {"index": "box", "read": 160, "hold": 12},
-    "signs-6-bound": {"read": 192, "hold": 3, "fetch": 1, "leaders": 3},
+    "signs-6-bound": {"index": "signs", "read": 192, "hold": 3, "fetch": 1, "leaders": 3},
 }
 
 
 @pytest.mark.oracle("full attention")
-@pytest.mark.both_runners("signs-8", "box-5-held", "signs-6-bound")
+@pytest.mark.both_runners("bits-8", "box-5-held", "signs-6-bound")
 @pytest.mark.parametrize("name", FIELDS)
 def test_answers_are_those_of_a_dense_model_that_chooses_for_itself(engine, deep, poisoned, monkeypatch, name):
     """Three requests in one batch; one is shorter than its budget at first. vLLM's kernel reads what is chosen, too."""
-    if name == "signs-5":
+    if name == "bits-5":
         monkeypatch.setenv("VLLM_EVICT_DECODE", "stock")
     policy = {"read": 256, "hold": 8, **FIELDS[name]}
     server = engine({**REACH, **policy}, model=deep, max_num_batched_tokens=192)

@@ -11,7 +11,7 @@ from engine import after, exactly, logprobs_of, random_prompt, random_requests
 from loads.pages import Published
 from oracle.model import DenseLlama
 from oracle.selection import BLOCK, Chooser
-from parts import part_of, stored_signs
+from parts import part_of, stored_codes
 from streaming import Sessions, talk
 
 from vllm_evict.compute import own_blocks
@@ -184,7 +184,7 @@ def check_choices(monkeypatch):
         for row in range(len(rows.queries)):
             blocks = rows.written[rows.out_rows[row], : rows.full[row]].long()
             keys = [keys for keys, _ in self._store.read(blocks, False)][call.place]
-            assert torch.equal(self.index.of_layers[call.place][blocks], stored_signs(keys))
+            assert torch.equal(self.index.of_layers[call.place][blocks], stored_codes(keys))
         read(self, call, rows, table)
         self.__dict__.setdefault("checked", []).append(call.place)
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from vllm_evict.compute.kernels.signs import store_signs
+from vllm_evict.compute.kernels.codes import packed_bytes, store_codes
 from vllm_evict.compute.mass import BlockMass, TokenMass
 from vllm_evict.core.residence import HOLE
 
@@ -28,11 +28,11 @@ def tokens_of(group):
     return None if probe is None else probe.sums
 
 
-def stored_signs(keys):
-    """What the server's kernel stores of the keys of full blocks, int16 [n, Hkv, X]."""
+def stored_codes(keys):
+    """What the server's kernel stores of the keys of full blocks, uint8 [n, Hkv, X]."""
     _, heads, tokens, dims = keys.shape
-    index = torch.zeros(len(keys), heads, dims + tokens * (dims // 16 + 1), dtype=torch.int16)
-    store_signs(index, torch.arange(len(keys)), keys)
+    index = torch.zeros(len(keys), heads, packed_bytes(tokens, dims), dtype=torch.uint8)
+    store_codes(index, torch.arange(len(keys)), keys)
     return index
 
 

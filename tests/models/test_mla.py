@@ -136,7 +136,7 @@ def test_chunks_of_a_prompt_see_what_is_left_and_later_requests_hit_pure_blocks(
 @pytest.mark.oracle("latents")
 @pytest.mark.both_runners
 def test_layers_reach_blocks_of_the_host(engine, truths, chunks, poisoned):
-    """By signs of latent keys, and absorbed queries; chunks of prompts read staged context."""
+    """By codes of latent keys, and absorbed queries; chunks of prompts read staged context."""
     folder, _ = truths()
     test_reach.check_classes(engine, DenseAbsorbed(folder), BLOCK, model=folder, attention_backend="CPU_MLA")
 

@@ -7,7 +7,7 @@ import torch
 from connector import HostSpec, SimpleHostWorker, prompt_blocks
 from drafting import NGRAM, accepted
 from engine import Engine, exactly, logprobs_of, random_prompt
-from parts import part_of, stored_signs
+from parts import part_of, stored_codes
 from vllm.distributed.kv_transfer.kv_connector.v1 import simple_cpu_offload_connector
 from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown, get_kv_transfer_group
 from vllm.v1.core.kv_cache_utils import get_block_hash
@@ -164,7 +164,7 @@ def test_what_is_stored_is_what_stock_vllm_computes(offloads, stock, kind, granu
 
 
 def assert_indexed(server):
-    """In the first layer the index has signs of all full blocks of running requests, those that were loaded too."""
+    """In the first layer the index has codes of all full blocks of running requests, those that were loaded too."""
     reach = part_of(server.runtime, Reach)
     for request in server.scheduler.running:
         table, on_host = (
@@ -174,7 +174,7 @@ def assert_indexed(server):
         full = range(request.num_computed_tokens // BLOCK)
         blocks = torch.tensor([table[index].block_id for index in full if index not in on_host], dtype=torch.int64)
         keys, _ = next(iter(reach._store.read(blocks, False)))
-        assert torch.equal(stored_signs(keys), reach.index.of_layers[0][blocks])
+        assert torch.equal(stored_codes(keys), reach.index.of_layers[0][blocks])
 
 
 @pytest.mark.parametrize("kind, drafts", [("offloading", None), ("simple", None), ("offloading", NGRAM)])

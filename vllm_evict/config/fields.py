@@ -138,6 +138,8 @@ TIER = (
         "host", Any, None, "with `evict: host`: bytes for these blocks in each engine, or with a unit (`8GiB`)", _bytes
     ),
 )
+#: The kind of index that prompts that read less choose by where none is given: kernels look up sums of signs.
+OF_PROMPTS = "signs"
 #: What each layer of a decode reads: settings of the server, the same for all its requests.
 READ = (
     Option(
@@ -150,10 +152,10 @@ READ = (
     Option(
         "index",
         Literal["bits", "signs", "box"],
-        "signs",
+        "bits",
         "with `read`: what layers choose blocks by; `bits`, two bits for each number of a key, with a middle and a "
-        "step for each dimension of 32 tokens; `signs`, a bit for each number and a scale for each token; `box`, the "
-        "least and the largest value of each dimension",
+        "step for each dimension of 32 tokens; `signs`, a bit for each number and a scale for each token (the default "
+        "with `read_prompts`); `box`, the least and the largest value of each dimension",
     ),
     Option("hold", whole(1), 8, "with `read`: decode steps that read one choice, at most"),
     Option(

@@ -8,7 +8,7 @@ from typing import Any, get_args
 from .allocators import ALLOCATE, ALLOCATION, ALLOCATORS
 from .errors import KVPolicyError, instead, shown, together
 from .features import APART
-from .fields import OF_EVICT, READ, READ_PROMPTS, SERVER
+from .fields import OF_EVICT, OF_PROMPTS, READ, READ_PROMPTS, SERVER
 from .groups import Groups
 from .options import Option, names_of
 from .registry import REGISTRY
@@ -79,6 +79,8 @@ class KVPolicyConfig(Sizes, Groups, Requests):
             values["allow"] = values["allow"] and tuple(map(policy_of, values["allow"]))
             if policy.window_is_the_budget and values["budget"] is not None and "recent" not in fields:
                 values["recent"] = 0
+            if values.get("read_prompts") and "index" not in fields:
+                values["index"] = OF_PROMPTS
             vars(self).update(policy.fixed, **values, name=policy.name, given=frozenset(fields))
             vars(self).update(_depth=None, _share=None, _granted=None)
             if isinstance(self.budget, int):

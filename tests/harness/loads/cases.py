@@ -68,7 +68,11 @@ def _context(rng, sizes):
 
 def _read(rng, sizes):
     size = sizes["sink"]
-    read = {"read": size * rng.choice([4, 5, 6]), "index": rng.choice(["signs", "box"]), "hold": rng.choice([1, 3, 8])}
+    read = {
+        "read": size * rng.choice([4, 5, 6]),
+        "index": rng.choice(["bits", "signs", "box"]),
+        "hold": rng.choice([1, 3, 8]),
+    }
     read |= rng.choice([{"leaders": 2}, {"dense_layers": 1}, {"leaders": [0, 2]}])
     kind = rng.choice(["full", "block", "duo", "prompts"])
     if kind == "duo":
@@ -93,7 +97,7 @@ def _read(rng, sizes):
 
 def _read_alike(rng, sizes):
     """Beside other layers all layers read alike."""
-    read = {"read": sizes["sink"] * rng.choice([4, 5, 6]), "index": rng.choice(["signs", "box"])}
+    read = {"read": sizes["sink"] * rng.choice([4, 5, 6]), "index": rng.choice(["bits", "signs", "box"])}
     return {"name": "full", "sink": sizes["sink"], "recent": 1, **read, "hold": rng.choice([1, 3]), "leaders": 2}
 
 
@@ -112,7 +116,7 @@ def _reach(rng, sizes):
     read = {
         "read": rng.choice([0, 4 * sizes["sink"]]),
         "hold": rng.choice([1, 3, 8]),
-        "index": rng.choice(["signs", "box"]),
+        "index": rng.choice(["bits", "signs", "box"]),
         "leaders": rng.choice([1, 1, 2]),
         "fetch": rng.choice([0, 0, 1]),
         "when": rng.choice(["budget", "pressure"]),

@@ -16,6 +16,13 @@ def pool_of(scheduler):
     return next((each.pool for each in scheduler.mechanisms.of(Reaching)), None)
 
 
+def _numbers_of(index):
+    """Numbers of each kind of index that may be NaN: boxes, the first ones of signs, units of codes."""
+    if index.is_floating_point():
+        return index
+    return index[..., -8:].view(torch.float32) if index.dtype == torch.uint8 else index.view(torch.bfloat16)[..., :16]
+
+
 class HostMemory:
     """Looks at an engine whose layers read blocks on the host.
 
@@ -29,8 +36,7 @@ class HostMemory:
         self._tensors = [numbers(page) for page in host.own]
         self._reach = part_of(engine.runtime, Reach)
         hosts = [index[self._reach._pool :] for index in self._reach.index.of_layers]
-        # The first numbers of signs are bfloat16.
-        self._tensors += [it if it.is_floating_point() else it.view(torch.bfloat16)[..., :16] for it in hosts]
+        self._tensors += [_numbers_of(index) for index in hosts]
         if not self.pool.used:
             with torch.inference_mode():
                 for each in self._tensors:

@@ -42,7 +42,7 @@ CHOICES = {
     "prompt": ("chunks", "whole"),
     "evict": ("drop", "host"),
     "allocate": ("uniform", "pyramid", "ada"),
-    "index": ("box", "signs"),
+    "index": ("bits", "box", "signs"),
 }
 #: Field -> least and most of a whole number.
 SIZES = {

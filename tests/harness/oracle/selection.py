@@ -23,7 +23,7 @@ class Chooser:
             see everything and score blocks for the layers after them.
         fetch: most blocks that come to the `rooms` of a layer with one choice; the best ones there stand for others.
         read_prompts: of the policy.
-        tables: whether tiles by signs look up rounded sums, as on CPUs.
+        tables: whether tiles by signs look up rounded sums, and weights of bits are rounded, as on CPUs.
         ranks: each chooses for its own heads.
         size: tokens of a block.
 
@@ -42,7 +42,7 @@ class Chooser:
         sink,
         recent,
         hold=8,
-        index="signs",
+        index=None,
         dense_layers=0,
         leaders=1,
         fetch=0,
@@ -51,7 +51,8 @@ class Chooser:
         ranks=1,
         size=BLOCK,
     ):
-        self.model, self.every, self.index = model, hold, index
+        self.model, self.every = model, hold
+        self.index = index or ("signs" if read_prompts else "bits")
         self.scale = getattr(model, "scale", model.head_dim**-0.5)
         self.recent, self.size = math.ceil((recent - 1) / size) + 1, size
         self.sinks, self.blocks = math.ceil(sink / size), math.ceil(read / size)
@@ -197,19 +198,41 @@ class Chooser:
             for block in full:
                 of_block = keys[block * self.size : (block + 1) * self.size, h // group].double()
                 q = queries[:, h].double() * self.scale
-                if many and self.index == "signs" and self.tables:
+                if self.index == "bits":
+                    bounds.append(_products_of_bits(q, of_block, self.tables).logsumexp(1))
+                elif many and self.index == "signs" and self.tables:
                     bounds.append(_best_of_signs(q, of_block))
                 elif self.index == "signs":
                     products = q @ _of_signs(of_block).T
                     bounds.append(products.amax(1) if many else products.logsumexp(1))
                 else:
-                    bounds.append(torch.maximum(q * of_block.amax(0), q * of_block.amin(0)).sum(1))
+                    boxes = [torch.maximum(q * box.amax(0), q * box.amin(0)).sum(1) for box in of_block.split(32)]
+                    bounds.append(torch.stack(boxes).logsumexp(0))
             if many:  # all tokens after the full blocks, up to each query
                 own = (queries[:, h] * self.scale).double() @ keys[len(full) * self.size :, h // group].double().T
                 hidden = torch.ones(own.shape).triu(own.shape[1] - len(own) + 1).bool()
                 bounds.append(own.masked_fill(hidden, -math.inf).logsumexp(1))
             shares += torch.stack(bounds, 1).softmax(1)[:, : len(full)]
         return shares.amax(0)
+
+
+def _products_of_bits(queries, keys, rounded):
+    """Products of queries [Q, D] with keys [tokens, D] at two bits a number: [Q, tokens], by loops over 32 tokens."""
+    products = []
+    for group in keys.split(32):
+        least, most = group.amin(0), group.amax(0)
+        middle, step = (least + most) / 2, (most - least) / 3
+        of_middle, of_step = middle.abs().max() / 127, step.max() / 255
+        middle, step = (middle / of_middle).round() * of_middle, (step / of_step).ceil().clamp(max=255) * of_step
+        codes = ((group - middle) / step + 1.5).round().clamp(0, 3)
+        for query in queries:
+            weights = query * step
+            if rounded:
+                weights = (weights * 127 / weights.abs().max()).round() * weights.abs().max() / 127
+            products.append((codes - 1.5) @ weights + query @ middle)
+    return torch.cat([torch.stack(products[i :: len(queries)]).flatten() for i in range(len(queries))]).view(
+        len(queries), -1
+    )
 
 
 def _of_signs(keys):
