@@ -62,7 +62,7 @@ def reach(
     require(
         heads % kv_heads == 0 and index.is_contiguous(), "index must be dense, and query have a multiple of its heads"
     )
-    require(signed or index.shape[2] == 2 * dims, "boxes must be [n, Hkv, 2 * D]")
+    require(signed or index.shape[2] % (2 * dims) == 0, "boxes must be [n, Hkv, boxes * 2 * D]")
     require(held.stride() == read.stride() == picked.stride() == (most, 1), "held, read and picked must be dense")
     require(numbers.is_contiguous() and scores.shape == numbers.shape, "numbers and scores must be dense, of one shape")
     require(scores.is_contiguous() and scores.dtype == torch.float32, "scores must be float32 and dense")
@@ -202,7 +202,7 @@ def box_logits(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WORDS: tl.constexpr, TOKENS: tl.constexpr, SOFT_CAP: tl.constexpr,
     TILES: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """As `reach_signs.sign_logits`, of boxes. No row is a tile."""
+    """As `reach_signs.sign_logits`, of boxes, of which a block may have several. No row is a tile."""
     at = tl.program_id(0) // parts
     row, kv_head = base + at, tl.program_id(1)
     nth, head, valid = of_part(tl.program_id(0) % parts, kv_head, tl.load(counts + row), GROUP, ROWS)
@@ -217,6 +217,11 @@ def box_logits(
             here = block < count
             own = index + (indexed(numbers, written, block, here, pool) * kv_heads + kv_head) * WORDS
             log = soft_capped(_of_boxes(own_query, valid, own, here, HEAD_DIM, ROWS, BLOCKS, DIM) * scale, SOFT_CAP)
+            for box in range(2 * HEAD_DIM, WORDS, 2 * HEAD_DIM):
+                other = _of_boxes(own_query, valid, own + box, here, HEAD_DIM, ROWS, BLOCKS, DIM) * scale
+                other = soft_capped(other, SOFT_CAP)
+                top = tl.maximum(log, other)
+                log = top + tl.log2(tl.exp2(log - top) + tl.exp2(other - top))
             target = logs + ((at.to(tl.int64) * queries + nth) * heads + head)[:, None] * width + block[None, :]
             tl.store(target, log, mask=valid[:, None] & here[None, :])
 
