@@ -79,26 +79,36 @@ struct Weighed {
   float base, unit;
 };
 
-// Rounds what a query's numbers are for the codes of a group to steps of a 127th of the largest.
-inline Weighed weigh(const float* query, int64_t dim, const int8_t* middles, const uint8_t* steps, const float* units,
-                     float* floats, int8_t* weights) {
-  Vec base{}, top{};
+// Rounds what the numbers of Q queries are for the codes of a group to steps of a 127th of the largest of each.
+// `floats` and `weights`: [Q, dim].
+template <int Q>
+inline void weigh(const float* query, int64_t dim, const int8_t* middles, const uint8_t* steps, const float* units,
+                  float* floats, int8_t* weights, Weighed* its) {
+  Vec base[Q] = {}, top[Q] = {};
   for (int64_t d = 0; d < dim; d += LANES) {
-    const Vec q = load<Vec>(query + d), weight = q * of_bytes(steps + d);
-    base += q * of_bytes(middles + d);
-    store(floats + d, weight);
-    top = max((Vec)((WordVec)weight & 0x7fffffffu), top);
+    const Vec middle = of_bytes(middles + d), step = of_bytes(steps + d);
+#pragma GCC unroll 4
+    for (int i = 0; i < Q; ++i) {
+      const Vec q = load<Vec>(query + 2 * i * dim + d), weight = q * step;
+      base[i] += q * middle;
+      store(floats + i * dim + d, weight);
+      top[i] = max((Vec)((WordVec)weight & 0x7fffffffu), top[i]);
+    }
   }
-  const float most = largest_of(top);
-  const Vec of_one = splat(most > 0 ? 127 / most : 0);
-  Vec all{};
-  for (int64_t d = 0; d < dim; d += LANES) {
-    const Vec whole = load<Vec>(floats + d) * of_one + kWhole;
-    all += whole - kWhole;
-    store(weights + d, low_bytes(whole));
+  Vec all[Q] = {}, of_one[Q];
+  for (int i = 0; i < Q; ++i) {
+    const float most = largest_of(top[i]);
+    its[i].unit = most / 127 * units[1];
+    of_one[i] = splat(most > 0 ? 127 / most : 0);
   }
-  const float unit = most / 127 * units[1];
-  return {sum_of(base) * units[0] - 1.5f * unit * sum_of(all), unit};
+  for (int64_t d = 0; d < dim; d += LANES)
+#pragma GCC unroll 4
+    for (int i = 0; i < Q; ++i) {
+      const Vec whole = load<Vec>(floats + i * dim + d) * of_one[i] + kWhole;
+      all[i] += whole - kWhole;
+      store(weights + i * dim + d, low_bytes(whole));
+    }
+  for (int i = 0; i < Q; ++i) its[i].base = sum_of(base[i] * units[0] - all[i] * (1.5f * its[i].unit));
 }
 
 // Adds products of Q queries' weights with the codes of V * LANES tokens, from `line` on: sums[query][vector].
@@ -118,44 +128,50 @@ inline void add_products(const uint8_t* line, int64_t dim, const int8_t* weights
   }
 }
 
-// The log (base 2) of the sum of exp(logit) over the tokens of each block, for Q queries. `scratch`: [dim] floats, and
-// [Q, dim] bytes.
+// Adds exp(logit) of V * LANES tokens to the sums of Q queries, each relative to its peak.
+template <int Q, int V>
+inline void add_tokens(const uint8_t* line, int64_t dim, const int8_t* weights, const Weighed* its, float soft_cap,
+                       Vec* peak, Vec* total) {
+  IntVec sums[Q][V] = {};
+  add_products<Q, V>(line, dim, weights, sums);
+  for (int q = 0; q < Q; ++q) {
+    Vec x[V], top = peak[q];
+    for (int v = 0; v < V; ++v) {
+      x[v] = splat(its[q].base) + splat(its[q].unit) * __builtin_convertvector(sums[q][v], Vec);
+      x[v] = capped(x[v], soft_cap) * kLog2e;
+      top = max(top, x[v]);
+    }
+    total[q] *= exp2(peak[q] - top);
+    for (int v = 0; v < V; ++v) total[q] += exp2(x[v] - top);
+    peak[q] = top;
+  }
+}
+
+// The log (base 2) of the sum of exp(logit) over the tokens of each block, for Q queries. `scratch`: [Q, dim] floats, and
+// as many bytes.
 template <int Q>
 void code_logits(const float* query, int64_t dim, const uint8_t* index, int64_t stride, int64_t block_size,
                  float soft_cap, const int32_t* places, int64_t num, float* scratch, float* logits,
                  int64_t out_stride) {
-  int8_t* weights = (int8_t*)(scratch + dim);
+  int8_t* weights = (int8_t*)(scratch + Q * dim);
   for (int64_t n = 0; n < num; ++n) {
     const uint8_t* at = index + places[n] * stride;
     Vec peak[Q], total[Q];
     for (int q = 0; q < Q; ++q) peak[q] = splat(-1e30f), total[q] = Vec{};
-    const auto add = [&](int q, Vec x) {
-      x = capped(x, soft_cap) * kLog2e;
-      const Vec top = max(peak[q], x);
-      total[q] = total[q] * exp2(peak[q] - top) + exp2(x - top);
-      peak[q] = top;
-    };
     for (int64_t t = 0, tokens; t < block_size; t += tokens) {
       tokens = block_size - t < kGroup ? block_size - t : kGroup;
       const uint8_t *middles = at + tokens * dim / 4, *steps = middles + dim;
       float units[2];
       __builtin_memcpy(units, steps + dim, 8);
       Weighed its[Q];
-      for (int q = 0; q < Q; ++q)
-        its[q] = weigh(query + 2 * q * dim, dim, (const int8_t*)middles, steps, units, scratch, weights + q * dim);
-      const auto of_vectors = [&]<int V>(Indices<V>) {
-        for (int64_t i = 0; i < tokens; i += V * LANES) {
-          IntVec sums[Q][V] = {};
-          add_products<Q, V>(at + i / 16 * dim * 4 + i % 16 * 4, dim, weights, sums);
-          for (int q = 0; q < Q; ++q)
-            for (int v = 0; v < V; ++v)
-              add(q, splat(its[q].base) + splat(its[q].unit) * __builtin_convertvector(sums[q][v], Vec));
-        }
-      };
-      if (tokens % (2 * LANES) == 0)
-        of_vectors(Indices<2>{});
-      else
-        of_vectors(Indices<1>{});
+      weigh<Q>(query, dim, (const int8_t*)middles, steps, units, scratch, weights, its);
+      for (int64_t i = 0; i < tokens; i += 2 * LANES) {
+        const uint8_t* line = at + i / 16 * dim * 4 + i % 16 * 4;
+        if (tokens - i < 2 * LANES)
+          add_tokens<Q, 1>(line, dim, weights, its, soft_cap, peak, total);
+        else
+          add_tokens<Q, 2>(line, dim, weights, its, soft_cap, peak, total);
+      }
       at += code_bytes(tokens, dim);
     }
     for (int q = 0; q < Q; ++q) {

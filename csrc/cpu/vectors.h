@@ -175,23 +175,6 @@ inline Vec pick(const float* from, WordVec places) {
 // Returns b if one of the two is NaN.
 inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
 
-// Folds a vector into one number, halves first.
-template <class Fold>
-inline float folded(Vec v, Fold fold) {
-  float all[LANES];
-  store(all, v);
-  for (int half = LANES / 2; half; half /= 2)
-    for (int i = 0; i < half; ++i) all[i] = fold(all[i], all[i + half]);
-  return all[0];
-}
-inline float sum_of(Vec v) {
-  return folded(v, [](float a, float b) { return a + b; });
-}
-// NaN if one is.
-inline float largest_of(Vec v) {
-  return folded(v, [](float a, float b) { return a > b || a != a ? a : b; });
-}
-
 // Adding this rounds floats of up to 2^22 to whole numbers, which are the lowest bits of the sum. 1.5 * 2^23.
 constexpr float kWhole = 12582912.f;
 constexpr float kLog2e = 1.44269504f;
@@ -232,6 +215,28 @@ typedef Count<LANES>::Type Lanes;
 template <int... I>
 inline IntVec lane_numbers(Indices<I...>) {
   return IntVec{I...};
+}
+
+// The other half of each 2 * half numbers.
+inline Vec swapped(Vec v, int half) {
+#ifdef PICK
+  return __builtin_shuffle(v, lane_numbers(Lanes{}) ^ half);
+#else
+  Vec other;
+  for (int i = 0; i < LANES; ++i) other[i] = v[i ^ half];
+  return other;
+#endif
+}
+inline float sum_of(Vec v) {
+#pragma GCC unroll 4
+  for (int half = LANES / 2; half; half /= 2) v += swapped(v, half);
+  return v[0];
+}
+// Any of them if one is NaN.
+inline float largest_of(Vec v) {
+#pragma GCC unroll 4
+  for (int half = LANES / 2; half; half /= 2) v = max(v, swapped(v, half));
+  return v[0];
 }
 
 }  // namespace

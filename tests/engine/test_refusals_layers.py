@@ -319,7 +319,7 @@ def test_the_log_says_that_decodes_which_read_less_are_the_plugins():
     runtime.settle(decodes=True, outruns=False, exact=False)
     told = kernels_line(config, policy, runtime, "CPU_ATTN")
     assert "the plugin's kernel decodes requests that read less; CPU_ATTN's own kernel attends to all others" in told
-    assert "; decodes read 8 blocks at most" in told and "; the index of keys takes 3 MiB" in told
+    assert "; decodes read 8 blocks at most" in told and "; the index of keys and choices take 4 MiB" in told
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ class KVPolicyConfig(Sizes, Groups, Requests):
             values["allow"] = values["allow"] and tuple(map(policy_of, values["allow"]))
             if policy.window_is_the_budget and values["budget"] is not None and "recent" not in fields:
                 values["recent"] = 0
-            if values.get("read_prompts") and "index" not in fields:
+            if values.get("read") and values.get("read_prompts") and "index" not in fields:
                 values["index"] = OF_PROMPTS
             vars(self).update(policy.fixed, **values, name=policy.name, given=frozenset(fields))
             vars(self).update(_depth=None, _share=None, _granted=None)
