@@ -66,11 +66,16 @@ def _context(rng, sizes):
     return {"name": name, **sizes, "context": "CONTEXT", "allow": _others(["sink-window", "h2o", "keydiff"], name)}
 
 
+def _of_prompts(read, prompts):
+    """Fields of prompts that read less, which choose by signs where decodes choose by bits."""
+    return {"read_prompts": prompts, "index": {"bits": "signs"}.get(read["index"], read["index"])}
+
+
 def _read(rng, sizes):
     size = sizes["sink"]
     read = {
         "read": size * rng.choice([4, 5, 6]),
-        "index": rng.choice(["bits", "signs", "box"]),
+        "index": rng.choice(["bits", "box"]),
         "hold": rng.choice([1, 3, 8]),
     }
     read |= rng.choice([{"leaders": 2}, {"dense_layers": 1}, {"leaders": [0, 2]}])
@@ -89,7 +94,7 @@ def _read(rng, sizes):
             "recent": size,
             **read,
             **alike,
-            "read_prompts": size * rng.choice([6, 8]),
+            **_of_prompts(read, size * rng.choice([6, 8])),
         }
     name = rng.choice(READING)
     return {**sizes, "name": name, **read, "allow": [*_others(READING, name), "full"]}
@@ -97,13 +102,14 @@ def _read(rng, sizes):
 
 def _read_alike(rng, sizes):
     """Beside other layers all layers read alike."""
-    read = {"read": sizes["sink"] * rng.choice([4, 5, 6]), "index": rng.choice(["bits", "signs", "box"])}
+    read = {"read": sizes["sink"] * rng.choice([4, 5, 6]), "index": rng.choice(["bits", "box"])}
     return {"name": "full", "sink": sizes["sink"], "recent": 1, **read, "hold": rng.choice([1, 3]), "leaders": 2}
 
 
 def _read_prompts(rng, sizes):
-    prompts = {"read_prompts": sizes["sink"] * rng.choice([6, 8])} if rng.random() < 0.6 else {}
-    return _read_alike(rng, sizes) | prompts
+    prompts = sizes["sink"] * rng.choice([6, 8]) if rng.random() < 0.6 else 0
+    read = _read_alike(rng, sizes)
+    return read | _of_prompts(read, prompts) if prompts else read
 
 
 def _by_block(rng, sizes):
@@ -116,7 +122,7 @@ def _reach(rng, sizes):
     read = {
         "read": rng.choice([0, 4 * sizes["sink"]]),
         "hold": rng.choice([1, 3, 8]),
-        "index": rng.choice(["bits", "signs", "box"]),
+        "index": rng.choice(["bits", "box"]),
         "leaders": rng.choice([1, 1, 2]),
         "fetch": rng.choice([0, 0, 1]),
         "when": rng.choice(["budget", "pressure"]),
