@@ -53,8 +53,8 @@ def arguments(case: str, options: argparse.Namespace) -> list[str]:
         connector = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": spec}
         found += ["--kv-transfer-config", json.dumps(connector)]
     if case in ("reach", "pressure"):
-        when = "pressure" if case == "pressure" else "budget"
-        found += ["--kv-policy", json.dumps({**REACH, "host": host, "when": when})]
+        when = {"when": "pressure", "admit": True} if case == "pressure" else {}
+        found += ["--kv-policy", json.dumps({**REACH, "host": host, **when})]
     return found
 
 

@@ -2,6 +2,8 @@
 
     python benchmarks/load.py [--rounds 3] [--load 2] [--cases "h2o last, pressure"]
 
+"pressure" admits waiting requests (`admit: true`); "waiting" evicts for running ones alone, the default.
+
 Every request hides a number in a text of its own, asks for it, and generates more tokens after the answer. So the table
 shows lost answers beside throughput. The model is examples/needle/model, which finds every needle with full attention.
 
@@ -236,7 +238,8 @@ def cases(options: argparse.Namespace) -> dict[str, dict | None]:
     }
     chosen: dict[str, dict | None] = {"stock": None}
     for name, policy in scored.items():
-        chosen[f"{name}, pressure"] = {**policy, "when": "pressure", "budget": options.floor}
+        chosen[f"{name}, pressure"] = {**policy, "when": "pressure", "admit": True, "budget": options.floor}
+        chosen[f"{name}, waiting"] = {**policy, "when": "pressure", "budget": options.floor}
     chosen["h2o ema, one read, pressure"] = {**chosen["h2o ema, pressure"], "exact": False}
     for name, policy in {**scored, **others}.items():
         chosen[f"{name}, budget"] = policy

@@ -16,7 +16,7 @@ h2o, snapkv, snapkv by token, keydiff, sink-window, duo
            a budget of a quarter of the prompt (keydiff: a half; duo: half of the heads keep all): evictions, blocks
            held and given back, needles found, and a second pass with the prefix cache of the first.
 mixed      requests under full beside requests that lose blocks, on the same cached prefixes.
-pressure   h2o, `when: pressure`, in a pool for half of the requests: all end, none is preempted.
+pressure   h2o, `when: pressure`, `admit: true`, in a pool for half of the requests: all end, none is preempted.
 host       blocks over a quarter of the prompt go to the host, and decodes read a quarter: all needles are found, and in
            a second pass, whose prefixes are hits. "host, pressure" is the same in a pool for half of the requests.
 read       nothing is evicted, and decodes read a quarter: all needles are found. "prompts": prompts read a half, too.
@@ -151,7 +151,7 @@ CASES = [
     Case(
         "pressure",
         "under_pressure",
-        H2O | {"when": "pressure"},
+        H2O | {"when": "pressure", "admit": True},
         {"found": around(12)},
         {"chunk": 512, "blocks": 6 * 35, "cached": False},
         POISON,
@@ -172,7 +172,7 @@ CASES = [
     Case(
         "host, pressure",
         "reaches",
-        HOST | {"when": "pressure"},
+        HOST | {"when": "pressure", "admit": True},
         EVERY,
         {"chunk": 512, "blocks": 6 * 35 + 35, "cached": False},
         POISON,

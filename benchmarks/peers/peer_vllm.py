@@ -39,7 +39,7 @@ FP8 = {name: LOADS[name] for name in ("stock", "--kv-cache-dtype fp8", "h2o")} |
 SNAPKV = {**H2O, "name": "snapkv"}
 #: As `LOADS`, of a load that asks for needles.
 SERVED = {name: LOADS[name] for name in ("stock", "--kv-cache-dtype fp8", "sink-window", "h2o")} | {
-    "h2o, pressure": ({}, {**H2O, "accumulate": "ema", "when": "pressure"}),
+    "h2o, pressure": ({}, {**H2O, "accumulate": "ema", "when": "pressure", "admit": True}),
     "snapkv": ({}, SNAPKV),
     "snapkv, whole prompts": ({}, {**SNAPKV, "prompt": "whole"}),
     "tova, whole prompts": ({}, {**H2O, "name": "tova", "prompt": "whole"}),

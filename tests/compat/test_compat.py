@@ -277,6 +277,28 @@ def test_room_for_a_request_that_keeps_everything_counts_engines_groups_and_draf
         entrypoints._check_request(config, {"kv_policy": "full"}, 3000, 200)
 
 
+def test_requests_are_checked_by_the_blocks_of_full_attention(configured):
+    """Its blocks may be larger than those of other layers, and vLLM tells the front end the smallest ones."""
+    config = configured(kv_policy={"name": "sink-window", "budget": 160, "buffer": 32}, block_size=32)
+    entrypoints._check_request(config, {"kv_budget": 100}, 2000, 100)
+    config.cache_config.effective_attention_block_size = 64
+    for asked in ({"kv_budget": 100}, {"kv_sink": 130}):
+        with pytest.raises(VLLMValidationError, match="above the server's 192"):
+            entrypoints._check_request(config, asked, 2000, 100)
+    config.cache_config.effective_attention_block_size = None  # sizes differ, or vLLM 0.30
+    entrypoints._check_request(config, {"kv_budget": 100}, 2000, 100)
+
+
+@pytest.mark.parametrize("blocks, fits", [(60, False), (66, True)])
+def test_a_larger_budget_under_pressure_has_to_fit_into_the_pool(configured, blocks, fits):
+    policy = {"name": "h2o", "when": "pressure", "budget": 256, "sink": 32, "recent": 64}
+    config = configured(kv_policy=policy, block_size=32, max_num_batched_tokens=256)
+    config.cache_config.num_gpu_blocks, config.cache_config.effective_attention_block_size = blocks, None
+    with contextlib.nullcontext() if fits else pytest.raises(VLLMValidationError, match="ask for a smaller kv_budget"):
+        entrypoints._check_request(config, {"kv_budget": 2000}, 2000, 48)
+    entrypoints._check_request(config, {"kv_budget": 512}, 2000, 48)
+
+
 def searched(vllm_config, prompt, xargs, max_tokens=8):
     """Arguments of the requests that a beam search makes of a client's `xargs`: of the first one, and after it."""
     given, params = [], BeamSearchParams(beam_width=2, max_tokens=max_tokens)

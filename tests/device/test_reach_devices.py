@@ -79,7 +79,7 @@ def test_steps_replay_full_graphs_until_a_request_has_blocks_on_the_host(replayi
 def test_a_pool_with_room_replays_what_stock_replays(replaying, graphs, backend):
     """Under pressure that never comes: graphs, launches of layers and answers are stock's."""
     prompts, runs = [random_prompt(300), random_prompt(40, 1)], []
-    for policy in ({**REACH, "when": "pressure"}, None):
+    for policy in ({**REACH, "when": "pressure", "admit": True}, None):
         subject = replaying(policy, **OPTIONS)
         graphs.replayed.clear()
         outputs = subject.generate(prompts, max_tokens=8, logprobs=0)

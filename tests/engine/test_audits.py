@@ -252,7 +252,7 @@ def at_once(monkeypatch):
 
 LOADS = {
     "budget": ({}, {}),
-    "pressure": ({"when": "pressure", "budget": 160}, {"blocks": 60}),
+    "pressure": ({"when": "pressure", "admit": True, "budget": 160}, {"blocks": 60}),
     "full pool": ({}, {"blocks": 40}),
     "kvzip": ({"allow": ["full", "kvzip"]}, {}),
     "by token": ({"granularity": "token"}, {}),
@@ -372,7 +372,7 @@ def test_a_backlog_holds_nothing_up(request, audited, make):
 
 def test_no_request_loses_blocks_for_a_shadow(engine, monkeypatch):
     """A shadow whose first allocation fails, though it fitted when the step began, waits."""
-    server = engine(H2O | {"when": "pressure"})
+    server = engine(H2O | {"when": "pressure", "admit": True})
     server.generate([random_prompt(300, 1)], max_tokens=4)
     relieved, maker = [], server.scheduler.part(PoolRelief)
     monkeypatch.setattr(maker, "_relieve", lambda request, *_: relieved.append(request) or True)

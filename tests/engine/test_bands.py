@@ -433,7 +433,16 @@ def test_a_request_that_ends_when_its_policy_is_chosen_is_forgotten(engine, mode
 
 
 def test_adakv_under_pressure_goes_by_scores(engine, model):
-    policy = {"name": "adakv", **BASE, "budget": 128, "buffer": 0, "recent": 32, "bands": 2, "when": "pressure"}
+    policy = {
+        "name": "adakv",
+        **BASE,
+        "budget": 128,
+        "buffer": 0,
+        "recent": 32,
+        "bands": 2,
+        "when": "pressure",
+        "admit": True,
+    }
     server = engine(policy, model=model, blocks=60, max_num_batched_tokens=128, max_model_len=512)
     reported = []
 

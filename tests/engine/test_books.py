@@ -18,7 +18,7 @@ POLICIES = {
     "blocks": {"name": "h2o", **SIZES, "allow": ["sink-window", "keydiff", "scissorhands", "kvzip", "full"]},
     "tokens": {"name": "snapkv", "granularity": "token", **SIZES, "allow": ["sink-window", "keydiff", "kvzip", "full"]},
     "groups": {"name": "adakv", **SIZES, "budget": 160, "bands": 2, "allow": ["full"]},
-    "pressure": {"name": "h2o", "when": "pressure", **SIZES, "allow": ["sink-window", "full"]},
+    "pressure": {"name": "h2o", "when": "pressure", "admit": True, **SIZES, "allow": ["sink-window", "full"]},
 }
 #: Until each of them has preempted some.
 REQUESTS = 120

@@ -95,6 +95,10 @@ HOSTILE = {
     "no object": (["list"], "config.json got list; expected a JSON object"),
     "empty policy": (["llama", "--kv-policy", ""], "--kv-policy got '', a server without a policy; expected one"),
     "unknown flag": (["llama", "--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+    "a misspelt flag": (
+        ["llama", "--max-modle-len", "64", "--gpu_memory_utilisation=0.5"],
+        "did you mean --max-model-len, --gpu-memory-utilization?",
+    ),
     "unknown policy": (["llama", "--kv-policy", "h3o"], "unknown KV policy 'h3o'"),
     "no such drafter": (
         ["llama", "--speculative-config", '{"method": "eagle3", "model": "no/such-drafter"}'],
@@ -237,12 +241,15 @@ ON = {  # device, model, further flags -> what the first line has
     ("b200", "hybrid", ()): "attention backend FLASH",  # vLLM 0.31 and older: FLASH_ATTN
     ("b200", "hybrid", ("--attention-backend", "TRITON_ATTN")): "attention backend TRITON_ATTN",
     ("b200", "gemma4", ()): "attention backend FLASHINFER",
+    ("l4", "llama", ()): "attention backend FLASH_ATTN",
+    ("l4", "mla", ()): "attention backend TRITON_MLA",
+    ("rtx5090", "llama", ()): "attention backend FLASH",
     ("mi300", "llama", ()): "vLLM's rocm engine in this release",
 }
 REFUSING = ("plans for all heads", "heads of", "set --attention-backend", "vLLM: ", "rocm")
 
 
-@pytest.mark.parametrize("device", ["h200", "b200", "mi300"])
+@pytest.mark.parametrize("device", ["h200", "b200", "l4", "rtx5090", "mi300"])
 def test_what_vllm_decides_for_a_device(ask, device):
     if device == "mi300" and distribution("vllm").read_text(BORROWED):
         pytest.skip("vLLM imports its compiled parts for ROCm, and those of a CPU end the process")
@@ -313,11 +320,13 @@ def test_files_and_memory_of_the_server_are_elsewhere(ask):
     """What vLLM reads from the tokenizer or a template, and blocks on the host, need another machine's files and memory."""
     front = ["--reasoning-parser", "qwen3", "--chat-template", "no/such.jinja"]
     host = ["--kv-policy", json.dumps({"name": "full", "evict": "host", "host": "64TiB", "budget": 4096})]
-    (front_end, first), (small, second), (here, (refused,)) = (
-        *ask("h200", ["llama", *front], ["llama", *host]),
-        *ask("cpu", ["llama", *host]),
+    audit = ["--kv-policy", '{"name": "h2o", "audit": 0.01}']
+    (front_end, first), (small, second), (audits, third), (here, (refused,)), (runs, fourth) = (
+        *ask("h200", ["llama", *front], ["llama", *host], ["llama", *audit]),
+        *ask("cpu", ["llama", *host], ["llama", *audit]),
     )
-    assert front_end == small == 0 and here == 1
+    assert front_end == small == audits == runs == 0 and here == 1
+    assert third[2:] == ["No GPU has run audits yet"] and len(first) == 3 and len(fourth) == 2
     assert first[2] == "Not tried here: --chat-template, --reasoning-parser"
     assert second[2] == f"Not tried here: memory for host ({64 << 40} bytes of each engine)"
     assert f"host: {64 << 40} bytes on a machine of" in refused

@@ -324,7 +324,7 @@ def test_requests_may_keep_everything_or_less(duo, engine, model, heads):
 
 def test_under_pressure_retrieval_heads_give_way(duo, dense):
     """While the pool has room retrieval heads keep everything; streaming heads never do."""
-    retrieval = {"name": "h2o", "when": "pressure", "budget": 96, "sink": 32, "recent": 32, "buffer": 0}
+    retrieval = {"name": "h2o", "when": "pressure", "admit": True, "budget": 96, "sink": 32, "recent": 32, "buffer": 0}
     server = duo(PATTERN, retrieval=retrieval, blocks=44, max_num_batched_tokens=128, max_model_len=512)
     requests = [(random_prompt(100 + 10 * i, i), {"max_tokens": 180}) for i in range(4)]
     outputs, traces = server.traced(requests)

@@ -19,6 +19,7 @@ POLICIES = {
     "keydiff": {"name": "keydiff", **SIZES},
     "token": {"name": "h2o", **SIZES, "granularity": "token"},
     "pressure": {"name": "h2o", **SIZES, "when": "pressure"},
+    "admits": {"name": "h2o", **SIZES, "when": "pressure", "admit": True},
     "context": {"name": "h2o", **SIZES, "context": 900},
     "adakv": {"name": "adakv", **SIZES, "bands": 2},
     "duo-token": {
@@ -61,10 +62,11 @@ def test_the_smallest_pool_serves_any_load(engine, name, spare):
     server.assert_nothing_left()
 
 
+@pytest.mark.parametrize("name", ["pressure", "admits"])
 @pytest.mark.parametrize("blocks", [LEAST, 43])
-def test_pressure_livelock(engine, blocks):
+def test_pressure_livelock(engine, blocks, name):
     """Blocks that filled since the last report may go, too: a request never preempts itself for ever."""
-    server = engine(POLICIES["pressure"], blocks=blocks, max_num_batched_tokens=CHUNK, max_model_len=2048)
+    server = engine(POLICIES[name], blocks=blocks, max_num_batched_tokens=CHUNK, max_model_len=2048)
     for seed in range(2):
         server.add(random_prompt(1500, seed), max_tokens=50)
     assert len(run(server, 150)) == 2
@@ -104,7 +106,16 @@ def test_reports_that_never_come_do_not_stop_the_smallest_pool(engine, complaint
 def test_pressure_takes_no_prefix_that_the_waiting_request_hits(engine):
     """Blocks of a cached prefix that only a running request holds are no gain for the request that would take them."""
     server = engine(
-        {"name": "h2o", "when": "pressure", "budget": 256, "buffer": 0, "sink": 32, "recent": 64, "allow": []},
+        {
+            "name": "h2o",
+            "when": "pressure",
+            "admit": True,
+            "budget": 256,
+            "buffer": 0,
+            "sink": 32,
+            "recent": 64,
+            "allow": [],
+        },
         blocks=59,
     )
     evicted = {}
@@ -127,7 +138,16 @@ def test_pressure_takes_no_prefix_that_the_waiting_request_hits(engine):
 
 def test_a_try_without_success_is_not_repeated_in_each_step(engine):
     server = engine(
-        {"name": "h2o", "when": "pressure", "budget": 1024, "buffer": 0, "sink": 32, "recent": 64, "allow": []},
+        {
+            "name": "h2o",
+            "when": "pressure",
+            "admit": True,
+            "budget": 1024,
+            "buffer": 0,
+            "sink": 32,
+            "recent": 64,
+            "allow": [],
+        },
         blocks=46,
     )
     tries = []
@@ -146,7 +166,16 @@ def test_a_try_without_success_is_not_repeated_in_each_step(engine):
 @pytest.mark.parametrize("high, low", [(0, 1000), (1000, 0)])
 def test_pressure_knows_priorities(engine, high, low):
     """A request takes blocks from requests of its own or a lower priority; a larger number is a lower priority."""
-    policy = {"name": "h2o", "when": "pressure", "budget": 256, "buffer": 0, "sink": 32, "recent": 64, "allow": []}
+    policy = {
+        "name": "h2o",
+        "when": "pressure",
+        "admit": True,
+        "budget": 256,
+        "buffer": 0,
+        "sink": 32,
+        "recent": 64,
+        "allow": [],
+    }
     server = engine(policy, blocks=66, scheduling_policy="priority")
     server.add(random_prompt(1800, 1), "first", priority=high, max_tokens=120)
     for _ in range(10):
@@ -158,7 +187,16 @@ def test_pressure_knows_priorities(engine, high, low):
 
 
 def test_the_lowest_priority_gives_first(engine):
-    policy = {"name": "h2o", "when": "pressure", "budget": 128, "buffer": 0, "sink": 32, "recent": 32, "allow": []}
+    policy = {
+        "name": "h2o",
+        "when": "pressure",
+        "admit": True,
+        "budget": 128,
+        "buffer": 0,
+        "sink": 32,
+        "recent": 32,
+        "allow": [],
+    }
     server = engine(policy, blocks=56, scheduling_policy="priority")
     residents = {}
     for number in (3, 1, 2):
@@ -176,7 +214,7 @@ def test_the_lowest_priority_gives_first(engine):
 
 
 def test_a_request_preempted_twice_takes_no_more_blocks(engine):
-    server = engine({**POLICIES["pressure"], "budget": 256}, blocks=46)
+    server = engine({**POLICIES["admits"], "budget": 256}, blocks=46)
     server.add(random_prompt(1000, 1), max_tokens=60)
     for _ in range(8):
         server.llm.llm_engine.step()

@@ -113,7 +113,7 @@ def test_fastgen_chooses_once_scores_come(engine):
 
 
 def test_under_pressure_the_oldest_go(engine, complaints):
-    policy = {"name": "h2o", "when": "pressure", "budget": 128, "buffer": 0, "sink": 32, "recent": 32}
+    policy = {"name": "h2o", "when": "pressure", "admit": True, "budget": 128, "buffer": 0, "sink": 32, "recent": 32}
     server = engine(policy, blocks=40, max_num_batched_tokens=128, max_model_len=512)
     silence(server)
     for seed in range(4):
@@ -165,7 +165,7 @@ MANGLED = {
     "no list": lambda groups: dict(enumerate(groups)),
     "no dicts": lambda groups: [list(group.items()) for group in groups],
 }
-PRESSED = {"name": "h2o", "when": "pressure", "budget": 128, "buffer": 0, "sink": 32, "recent": 32}
+PRESSED = {"name": "h2o", "when": "pressure", "admit": True, "budget": 128, "buffer": 0, "sink": 32, "recent": 32}
 
 
 def mangle(server, change):

@@ -23,7 +23,7 @@ SERVERS = {
         36,
     ),
     "h2o-pressure": (
-        {"name": "h2o", "when": "pressure", **MASS, "allow": ["full", "sink-window"]},
+        {"name": "h2o", "when": "pressure", "admit": True, **MASS, "allow": ["full", "sink-window"]},
         {"sink-window": (96, 160), "h2o": (128, 160)},
         36,
     ),

@@ -1,6 +1,7 @@
 """`when: pressure`: nothing goes while there is room, and then what hurts least, of all requests."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from vllm_evict.core.mechanisms.pressure import SCORES_STAY_FRESH, Offered, asce
 from vllm_evict.core.plan import Report, Scoring
 from vllm_evict.policies import POLICIES
 
-FLOOR = {"when": "pressure", "budget": 128, "buffer": 32, "sink": 32}
+FLOOR = {"when": "pressure", "admit": True, "budget": 128, "buffer": 32, "sink": 32}
 SERVERS = {
     "h2o": {"name": "h2o", **FLOOR, "recent": 32},
     "h2o-ema": {"name": "h2o", **FLOOR, "recent": 32, "accumulate": "ema", "decay": 0.9},
@@ -148,10 +149,12 @@ def preemptions(server):
     return server.metrics()["vllm:num_preemptions"]
 
 
-@pytest.mark.parametrize("name", ["h2o", "snapkv", "sink-window"])
-def test_it_preempts_nobody_where_floors_fit(engine, name):
+@pytest.mark.parametrize(
+    "name, admit", [("h2o", True), ("h2o", False), ("snapkv", True), ("sink-window", True), ("sink-window", False)]
+)
+def test_it_preempts_nobody_where_floors_fit(engine, name, admit):
     """Stock vLLM preempts on this load; here nobody is, no request falls below its floor, and all blocks come back."""
-    server = engine(SERVERS[name], **SMALL)
+    server = engine({**SERVERS[name], "admit": admit}, **SMALL)
     least = []
 
     def on_step(server):
@@ -163,7 +166,7 @@ def test_it_preempts_nobody_where_floors_fit(engine, name):
         server.add(prompt, f"p{index}", max_tokens=TOKENS)
     done = server.run(on_step)
     assert len(done) == len(PROMPTS) and preemptions(server) == 0
-    assert sum(output.kv_usage.evicted_blocks for output in done.values()) > 30
+    assert sum(output.kv_usage.evicted_blocks for output in done.values()) > (30 if admit else 5)
     assert min(least) >= 4
     server.assert_nothing_left()
 
@@ -179,6 +182,41 @@ def test_requests_are_not_compared_in_every_step(engine):
     # All 8 decode, without a new one, when the pool runs out again and again.
     decoding = [step for step in steps if step > counts.index(8) + 1]
     assert len(decoding) > 5 and min(np.diff(decoding)) >= SCORES_STAY_FRESH, decoding
+    server.assert_nothing_left()
+
+
+@pytest.mark.both_runners
+def test_requests_wait_for_room_unless_pressure_admits_them(engine, complaints):
+    """Short answers: stock vLLM keeps requests waiting and preempts none. So does the default, to the bit."""
+    prompts = [random_prompt(length, seed) for seed, length in enumerate(range(300, 700, 40))]
+    stock, waits = engine(**SMALL), engine({**SERVERS["h2o"], "admit": False}, **SMALL)
+    expected, outputs = (server.generate(prompts, max_tokens=4, logprobs=0) for server in (stock, waits))
+    assert exactly(outputs) == exactly(expected) and preemptions(stock) == preemptions(waits) == 0
+    assert not any(output.kv_usage.evicted_blocks for output in outputs)
+    assert waits.metrics()["requests_at_budget", "h2o"] == 0 and not complaints
+    admits = engine(SERVERS["h2o"], **SMALL)
+    outputs = admits.generate(prompts, max_tokens=TOKENS, logprobs=0)
+    fallen = [output.kv_usage for output in outputs if output.kv_usage.evicted_blocks]
+    assert len(fallen) > 3
+    assert 0 < admits.metrics()["requests_at_budget", "h2o"] <= len(fallen)
+    (line,) = (message for _, message in complaints if "is down to its budget, 4 of the" in message)
+    assert "or admit: false keep more" in line and "Said once" in line
+    admits.assert_nothing_left()
+
+
+def test_a_share_of_the_prompt_is_a_floor(engine):
+    """Of the server's for all requests, and of a larger one for those that ask for it."""
+    server, spare = engine({**SERVERS["h2o"], "budget": 0.75}, **SMALL), []
+
+    def on_step(server):
+        for req_id, resident in server.scheduler.residents.items():
+            if resident.evicted_blocks and (request := server.scheduler.requests.get(req_id)):
+                share = 0.9 if int(req_id[1:].split("-")[0]) % 2 else 0.75
+                spare.append(len(server.held_by(req_id)) - math.ceil(share * request.num_prompt_tokens / 32))
+
+    for index, prompt in enumerate(PROMPTS):
+        server.add(prompt, f"p{index}", max_tokens=TOKENS, extra_args={"kv_budget": 0.9} if index % 2 else {})
+    assert len(server.run(on_step)) == len(PROMPTS) and min(spare) == 0
     server.assert_nothing_left()
 
 

@@ -344,7 +344,9 @@ def test_a_host_that_is_full_loses_nothing(engine, deep, poisoned):
 
 def test_under_pressure_nothing_is_read_less_before_the_pool_is_full(engine, deep, poisoned):
     """Then some requests give many blocks, and answers are those of a dense model that chooses for itself."""
-    server = engine({**REACH, "when": "pressure", "hold": 1}, model=deep, blocks=64, max_num_batched_tokens=192)
+    server = engine(
+        {**REACH, "when": "pressure", "admit": True, "hold": 1}, model=deep, blocks=64, max_num_batched_tokens=192
+    )
     (alone,) = server.answered(random_requests((900, 30)))
     assert not alone[1].kv_usage.evicted_blocks
     crowd = server.answered(random_requests((700, 40), (600, 40), (500, 40), (800, 40)))
@@ -360,7 +362,7 @@ def test_under_pressure_nothing_is_read_less_before_the_pool_is_full(engine, dee
 def test_staging_holds_what_prompts_give_while_their_step_is_planned(engine, poisoned, cached, chunk):
     """Four prompts in chunks; the pool runs out when chunks of the same step are planned already."""
     options = {"enable_prefix_caching": cached, "long_prefill_token_threshold": chunk, "max_num_batched_tokens": 192}
-    server = engine({**REACH, "when": "pressure"}, blocks=64, max_model_len=1024, **options)
+    server = engine({**REACH, "when": "pressure", "admit": True}, blocks=64, max_model_len=1024, **options)
     outputs = [output for _, output, _ in server.answered(random_requests(*[(860, 20)] * 4))]
     assert all(np.isfinite(logprobs_of(output)).all() for output in outputs)
     assert any(output.kv_usage.evicted_blocks for output in outputs)
@@ -371,7 +373,9 @@ def test_staging_holds_what_prompts_give_while_their_step_is_planned(engine, poi
 def test_a_step_that_reads_less_by_a_later_request_ends_purity(request, deep, poisoned, stock, monkeypatch, make):
     """Steps of one token, of decodes and prompts, are planned when a later request of the same step needs blocks."""
     options = {"max_model_len": 1024, "max_num_batched_tokens": 192, "enable_prefix_caching": True}
-    server = request.getfixturevalue(make)({**REACH, "when": "pressure"}, model=deep, blocks=64, **options)
+    server = request.getfixturevalue(make)(
+        {**REACH, "when": "pressure", "admit": True}, model=deep, blocks=64, **options
+    )
     scheduler, published, steps, firsts = server.scheduler, Published(server, stock), itertools.count(), []
     schedule = scheduler.schedule
 
@@ -397,7 +401,7 @@ def test_a_step_that_reads_less_by_a_later_request_ends_purity(request, deep, po
 @pytest.mark.parametrize("budget, shared, own, give", [(256, 512, 416, 1), (512, 768, 352, 0)])
 def test_requests_that_share_their_rooms_give_more_than_they_take(engine, poisoned, budget, shared, own, give):
     """A room has 5 or 13 shared blocks, in whose place a request gets new ones, and few others that may go."""
-    policy = {**REACH, "when": "pressure", "budget": budget}
+    policy = {**REACH, "when": "pressure", "admit": True, "budget": budget}
     server = engine(policy, blocks=64, max_num_batched_tokens=1024, enable_prefix_caching=True)
     prefix, rewrite, gains = random_prompt(shared), server.manager.rewrite, []
     server.generate([prefix + random_prompt(32, 99)], max_tokens=1)

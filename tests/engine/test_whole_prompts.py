@@ -66,6 +66,25 @@ def test_heads_keep_the_tokens_of_the_dense_oracle(engine, tmp_path, name):
     server.assert_nothing_left()
 
 
+@pytest.mark.parametrize("server", [{"name": "full"}, POLICIES["snapkv"]], ids=["full", "whole"])
+def test_requests_of_one_server_have_their_prompts_whole_or_in_chunks(engine, dense, server):
+    """A server for questions about documents, and for chats; and one under `full`, whose requests pick a policy."""
+    served, picked = engine(server, max_num_batched_tokens=128), KVPolicyConfig.parse(server)
+    asked = [
+        (random_prompt(480, seed), {"max_tokens": 60, "logprobs": 1, "extra_args": {"kv_policy": "snapkv", **fields}})
+        for seed, fields in enumerate([{"kv_prompt": "whole"}, {"kv_prompt": "chunks"}, {}])
+        for fields in [{**fields, "kv_budget": 192, "kv_sink": 32, "kv_recent": 64}]
+    ]
+    peaks = []
+    for (prompt, output, trace), (_, sampling) in zip(served.answered(asked), asked, strict=True):
+        policy = picked.for_request(sampling["extra_args"], len(prompt), 32)
+        assert assert_like_oracle(dense, prompt, output, trace, policy.to_dict()) >= 2
+        peaks.append(output.kv_usage.peak_resident_tokens)
+        assert (policy.prompt == "whole") == (peaks[-1] >= len(prompt)) == held_before(trace, prompt)
+    assert peaks[1] < peaks[0]
+    served.assert_nothing_left()
+
+
 def test_a_short_pool_preempts_and_answers_stay(engine, dense):
     """The pool has room for one prompt and a half."""
     server = engine(POLICIES["snapkv"], blocks=30, max_num_batched_tokens=128, max_model_len=640)

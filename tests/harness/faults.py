@@ -280,6 +280,20 @@ MUTANTS = [
         "left[owner[at]] -= 0",
         ("pressure", "load_scheduler"),
     ),
+    Mutant(
+        "pressure admits who waits",
+        "integration/engine/pressure.py",
+        "if not self._admits and not",
+        "if False and not",
+        ("pressure", "load_scheduler"),
+    ),
+    Mutant(
+        "a request under pressure starts with its floor",
+        "core/blocks.py",
+        "if self.under_pressure and not self.config.admit and whole <= room:",
+        "if False:",
+        ("pressure",),
+    ),
     # What workers do.
     Mutant(
         "a stale view",

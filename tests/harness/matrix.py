@@ -35,7 +35,7 @@ COLUMNS: dict[str, tuple[dict, dict]] = {
     "tokens": ({**SNAPKV, "granularity": "token"}, {}),
     "split heads": ({"name": "adakv", "bands": 2, **BUDGET}, {}),
     "kvzip": ({"name": "kvzip", **BUDGET}, {}),
-    "pressure": ({"name": "h2o", **BUDGET, "when": "pressure"}, {}),
+    "pressure": ({"name": "h2o", **BUDGET, "when": "pressure", "admit": True}, {}),
     "context": ({"name": "h2o", **BUDGET, "context": "model"}, {}),
     "host": ({"name": "full", **BUDGET, "evict": "host", "host": "64MiB"}, {}),
     "drafts": ({"name": "h2o", **BUDGET}, {"speculative_config": NGRAM}),

@@ -98,7 +98,7 @@ FAILED = {
 """,
     # A waiting request was to take free blocks of the prefix cache, and the room of one that gave blocks for it took them.
     "a hit in the room of another request": """
-{"settings": {"policy": {"name": "full", "evict": "host", "host": 274127, "when": "pressure",
+{"settings": {"policy": {"name": "full", "evict": "host", "host": 274127, "when": "pressure", "admit": true,
                          "budget": 0.4123279094184272, "buffer": 4, "sink": 0, "recent": 4}, "chunk": 32, "length": 118},
  "ops": [{"at": 6, "id": "r24", "length": 117, "shared": 117, "n": 2},
          {"at": 6, "id": "r25", "length": 60, "shared": 30, "tokens": 7, "stops": true},
@@ -106,13 +106,13 @@ FAILED = {
 """,
     # Blocks that others hold stayed, and later ones went for them, which decodes take for recent ones.
     "shared blocks among those that go to the host": """
-{"settings": {"policy": {"name": "full", "evict": "host", "host": 163928, "when": "pressure", "budget": 16, "buffer": 4,
+{"settings": {"policy": {"name": "full", "evict": "host", "host": 163928, "when": "pressure", "admit": true, "budget": 16, "buffer": 4,
                          "sink": 1, "recent": 7}, "chunk": 20, "length": 77, "extra": 11, "long": 8},
  "ops": [{"at": 5, "id": "r1", "length": 75, "family": 1, "tokens": 3, "n": 3}]}
 """,
     # A third request hit, as the second one had in the same step, what the first one was computing in it.
     "blocks on the host that their step computes": """
-{"settings": {"policy": {"name": "full", "evict": "host", "host": 381067, "when": "pressure", "budget": 8, "buffer": 11,
+{"settings": {"policy": {"name": "full", "evict": "host", "host": 381067, "when": "pressure", "admit": true, "budget": 8, "buffer": 11,
                          "sink": 4, "recent": 0}, "chunk": 32, "length": 179, "extra": 16},
  "ops": [{"at": 5, "id": "r15", "length": 73, "family": 1, "shared": 36, "tokens": 90, "ask": {"kv_usage": true}},
          {"at": 6, "id": "r19", "length": 178, "family": 1, "shared": 178, "tokens": 20, "n": 2, "hot": true},

@@ -128,7 +128,7 @@ def test_stages_under_async_scheduling(staged_engine, async_stays, tiny):
 @pytest.mark.both_runners
 def test_stages_under_pressure(staged_engine):
     """A pool for two requests serves eight: all finish, on numbers, and all blocks come back."""
-    policy = {"name": "h2o", "when": "pressure", "budget": 128, "sink": 32, "recent": 64}
+    policy = {"name": "h2o", "when": "pressure", "admit": True, "budget": 128, "sink": 32, "recent": 64}
     server = staged_engine(policy, blocks=40, max_num_batched_tokens=128, max_model_len=640)
     ids = [server.add(random_prompt(300 + 20 * seed, seed), max_tokens=60, logprobs=0) for seed in range(8)]
     outputs = server.run()

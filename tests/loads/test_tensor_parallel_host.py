@@ -26,7 +26,7 @@ def test_each_rank_reaches_blocks_for_its_own_heads(ranked_engine, tiny):
 def test_under_async_scheduling_and_pressure(ranked_engine, async_stays):
     """In a pool that is too small, with a host that is: ranks see the same, and read no NaN."""
     options = {"blocks": 64, "max_model_len": 1024, "max_num_batched_tokens": 192, "max_num_seqs": 4}
-    policy = {**test_reach.REACH, "when": "pressure", "host": 40 * 32768}
+    policy = {**test_reach.REACH, "when": "pressure", "admit": True, "host": 40 * 32768}
     server = ranked_engine(policy, async_scheduling=True, enable_prefix_caching=True, **options)
     assert server.core.batch_queue_size == 2
     outputs = [each[1] for each in server.answered(random_requests((700, 40), (650, 40), (600, 40), (680, 40)))]

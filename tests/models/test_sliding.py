@@ -190,7 +190,7 @@ def test_a_prefix_on_the_host_is_a_hit_where_prompts_part(engine, models, poison
     """At the end of a prompt, at that of an answer, and where a request has hit, once others have taken the pool."""
     options = dict(model=models("windows-first"), max_model_len=1024, max_num_batched_tokens=192, blocks=60)
     options |= dict(enable_prefix_caching=True, prefix_cache_retention_interval=BLOCK)
-    server = engine({**test_reach.REACH, "when": "pressure"}, **options)
+    server = engine({**test_reach.REACH, "when": "pressure", "admit": True}, **options)
     prompt = random_prompt(230)
     following = [[*prompt, *random_prompt(170, seed)] for seed in (1, 2, 3)]
     if place == "hit":
@@ -471,7 +471,7 @@ def test_a_prefix_that_fits_is_used_whole(engine, models):
 
 def test_under_pressure_room_is_made_for_windows_too(engine, models):
     """A request whose full attention layers would find room, but its three windows not, is begun at once."""
-    policy = {"name": "sink-window", "when": "pressure", "budget": 128, "sink": 32}
+    policy = {"name": "sink-window", "when": "pressure", "admit": True, "budget": 128, "sink": 32}
     small = dict(blocks=37, max_model_len=640, max_num_batched_tokens=64)
     server = engine(policy, model=models("windows-first"), **small)
     server.add(random_prompt(590), "first", max_tokens=30)
@@ -488,7 +488,7 @@ def test_under_pressure_room_is_made_for_windows_too(engine, models):
 @pytest.mark.parametrize("layout", ["windows-first", "two-full"])
 def test_under_pressure_windows_get_their_blocks_too(engine, models, layout):
     """All that an allocation lacks is freed, of all groups: nobody is preempted where floors fit."""
-    policy = {"name": "h2o", "when": "pressure", "budget": 128, "buffer": 32, "sink": 32, "recent": 32}
+    policy = {"name": "h2o", "when": "pressure", "admit": True, "budget": 128, "buffer": 32, "sink": 32, "recent": 32}
     server = engine(policy, model=models(layout), blocks=120, max_model_len=1024, max_num_batched_tokens=96)
     for seed in range(8):
         server.add(random_prompt(150 + 25 * seed, seed), max_tokens=100)

@@ -18,6 +18,7 @@ import openai
 import pytest
 from ports import reserve_port
 
+from vllm_evict.core.mechanisms import Pressure
 from vllm_evict.integration.engine.audits import Audits
 from vllm_evict.integration.engine.reaching import Reaching
 
@@ -140,8 +141,11 @@ def test_the_dashboard_asks_for_metrics_that_are_there(server):
     asked = {
         query for panel in json.loads(board)["panels"] for target in panel["targets"] for query in [target["expr"]]
     }
-    # Metrics of servers with evict: host, or with audit.
-    shared, shown = labels["vllm:kv_evict_blocks_resident"], [*Reaching.metrics.values(), *Audits.metrics.values()]
+    # Metrics of servers with evict: host, with audit, or under pressure.
+    shared, shown = (
+        labels["vllm:kv_evict_blocks_resident"],
+        [*Reaching.metrics.values(), *Audits.metrics.values(), *Pressure.metrics.values()],
+    )
     for metric in (each for each in shown if each.name != "audit_share"):
         total = "_total" * (metric.kind == "counter")
         labels[f"vllm:kv_evict_{metric.name}{total}"] = {*shared, *filter(None, [metric.label])}

@@ -46,6 +46,13 @@ def test_rows_of_other_loads_are_those_of_their_files(to_json, name):
     assert f"| {cells[0]} | {cells[1]} |" in (ROOT / "docs/results.md").read_text()
 
 
+def test_what_waits_is_that_of_its_file(to_json):
+    import burst
+
+    report = json.loads((ROOT / "benchmarks/results/performance/burst.json").read_text())
+    assert burst.table(report) in (ROOT / "docs/results.md").read_text()
+
+
 @pytest.mark.parametrize("name", ["16384", "60000", "hybrid-16384", "hybrid-60000"])
 def test_times_of_prompts_that_read_less_are_those_of_their_files(name):
     report = json.loads((ROOT / f"benchmarks/results/performance/pressure-read-{name}.json").read_text())

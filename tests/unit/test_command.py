@@ -61,7 +61,7 @@ def test_policies_and_presets_are_listed(run):
     firsts = [line.split()[0] for line in output.splitlines() if not line.startswith(" ")]
     assert status == 0 and firsts == ["policy", *sorted(POLICIES), "preset", *sorted(PRESETS)]
     (line,) = (line for line in output.splitlines() if line.startswith("h2o-pressure"))
-    assert line.split(None, 1)[1].split() == ["h2o", "when=pressure,", "budget=1024,", "accumulate=ema"]
+    assert line.split(None, 1)[1].split() == ["h2o", "when=pressure,", "accumulate=ema"]
     for name, policy in POLICIES.items():
         (line,) = (line for line in output.splitlines() if line.split()[0] == name)
         assert policy.paper[:40] in line and all(statistic in line for statistic in policy.measures)

@@ -78,6 +78,7 @@ def test_to_dict_is_what_parse_takes_and_json_carries(name):
     ada = {"allocate": "ada", "bands": 3, "floor": 0.5}
     if "prompt" in policy.options:
         values["when"] = "budget"
+    values["admit"] = values["when"] == "pressure"
     assert {*values, *waiting, *sparse, *prompts, *pyramid, *ada} == frozenset().union(
         *(POLICIES[other].options for other in WHOLE)
     )
@@ -96,6 +97,7 @@ def test_to_dict_is_what_parse_takes_and_json_carries(name):
         assert parse(carried) == config and parse(carried).unsaid == config.unsaid
         left_out = set() if "evict" in extra else names_of((*TIER, FETCH))
         left_out |= {"buffer", "when", "exact"} if config.keeps_all else set()
+        left_out |= set() if config.when == "pressure" and not config.keeps_all else {"admit"}
         left_out |= set() if "read" in extra else names_of(READ)
         left_out |= set() if config.sparse else {"read_prompts"}
         left_out |= names_of(ALLOCATION) - extra.keys()
@@ -147,7 +149,7 @@ def test_an_unknown_field_is_refused_with_the_nearest_first(field, first):
 
 def test_a_field_of_another_policy_is_refused():
     assert "'sink-window' has no field 'heads'" in refusal({"name": "sink-window", "heads": "max"})
-    assert "'full' has no field 'window': expected one of: allow, audit, budget, " in refusal(
+    assert "'full' has no field 'window': expected one of: admit, allow, audit, budget, " in refusal(
         {"name": "full", "window": 100}
     )
     assert "budget: 'full' keeps everything on the device: it needs evict: host" in refusal(

@@ -11,7 +11,7 @@ from configuration import H2O, WHOLE, asked, parse, refusal, request_refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_evict.config import MOST_COMPARED, KVPolicyError, Limits
+from vllm_evict.config import MOST_COMPARED, REGISTRY, REQUEST_FIELDS, KVPolicyError, Limits
 from vllm_evict.policies import POLICIES
 
 
@@ -31,7 +31,7 @@ def test_a_request_may_ask_for_a_budget_up_to_the_servers(budget, meant):
 
 def test_what_a_row_of_a_table_leaves_out_is_null_and_its_numbers_are_floats():
     """Ray Data's rows, and those of all that is made of Arrow's or pandas' tables."""
-    empty = dict.fromkeys(("kv_policy", "kv_budget", "kv_sink", "kv_recent", "kv_usage"))
+    empty = dict.fromkeys(REQUEST_FIELDS)
     assert asked(H2O, empty) == parse(H2O)
     whole = asked(H2O, {**empty, "kv_policy": "sink-window", "kv_budget": 512, "kv_sink": 64, "kv_usage": True})
     for row in ({"kv_budget": 512.0, "kv_sink": 64.0}, {"kv_budget": "512.0", "kv_sink": "64"}):
@@ -73,7 +73,7 @@ def test_infinity_and_nan_are_refused_by_field_whatever_the_policy(name, context
         if context and (name == "kvzip" or server == "full"):
             continue
         sizes = {} if server == "full" else {"budget": 512, "sink": 32}
-        server = {"name": server, **sizes, **context, **({"allow": [name]} if name and not context else {})}
+        server = {"name": server, **sizes, **context, **({"allow": [name]} if name else {})}
         picked = {"kv_policy": name} if name else {}
         assert request_refusal(server, {**picked, "kv_budget": number}, 1000) == f"kv_budget {BUDGET}{number!r}"
         for field in ("kv_sink", "kv_recent"):
@@ -181,14 +181,79 @@ def test_a_request_that_keeps_everything_has_to_fit_into_the_pool():
     """The pool of a server that evicts is not planned for it: it would wait for ever."""
     for server in (parse(H2O), parse("h2o-pressure")):
         full = server.for_request({"kv_policy": "full"}, 2000, 32)
-        server.check_room(full, 3200, 8192, 32, 100)
+        server.check_room(full, 2000, 3200, 8192, 32, 100, 9)
         with pytest.raises(
             KVPolicyError, match="may grow to 3201 tokens, and the cache holds 3200: ask for fewer max_"
         ):
-            server.check_room(full, 3201, 8192, 32, 100)
-        server.check_room(server.for_request({"kv_policy": "tova"}, 2000, 32), 8192, 8192, 32, 100)
+            server.check_room(full, 2000, 3201, 8192, 32, 100, 9)
+        server.check_room(server.for_request({"kv_policy": "tova"}, 2000, 32), 2000, 8192, 8192, 32, 100, 9)
     for server in (parse("full"), parse({**H2O, "prompt": "whole"})):
-        server.check_room(server.for_request({"kv_policy": "full"}, 2000, 32), 8192, 8192, 32, 100)
+        server.check_room(server.for_request({"kv_policy": "full"}, 2000, 32), 2000, 8192, 8192, 32, 100, 9)
+
+
+PRESSED = {"name": "h2o", "when": "pressure", "budget": 512, "sink": 32, "recent": 64}
+
+
+@pytest.mark.parametrize("budget, blocks", [(513, 17), (4096, 128), (0.9, 57), ("0.5", 32), (256, 8)])
+def test_under_pressure_a_request_may_keep_more_than_the_server_says(budget, blocks):
+    """The budget is what it keeps at least: a larger one is the safer wish, as `full` is."""
+    for name in ("h2o", "tova"):
+        config = asked(PRESSED, {"kv_policy": name, "kv_budget": budget}, prompt=2000)
+        assert config.limits(32, 2000).budget == blocks and config.when == "pressure"
+    assert "above the server's" in request_refusal({**PRESSED, "when": "budget"}, {"kv_budget": 4096})
+
+
+def test_what_it_keeps_has_to_fit_into_the_pool_beside_what_is_in_flight():
+    """Admission waits for so many blocks: in a smaller pool for ever."""
+    retrieval = {"name": "duo", "pattern": ["10", "01"], "retrieval": PRESSED}
+    for server in (parse(PRESSED), parse({**PRESSED, "name": "adakv", "bands": 2}), parse(retrieval)):
+        config = server.for_request({"kv_budget": 2900}, 3000, 32)
+        server.check_room(config, 3000, 8000, 8192, 32, 100, 9)
+        with pytest.raises(KVPolicyError, match="keeps 2912 tokens, beside 320 in flight, .* holds 3200: ask for a sm"):
+            server.check_room(config, 3000, 8000, 8192, 32, 100, 10)
+        server.check_room(config, 3000, 3200, 8192, 32, 100, 10)  # it never grows to that
+        for safe in ({"kv_budget": 512}, {}):  # the server's start-up has seen to these
+            server.check_room(server.for_request(safe, 3000, 32), 3000, 8000, 8192, 32, 20, 10)
+
+
+@pytest.mark.parametrize("server", [{**H2O, "prompt": "whole"}, {"name": "tova", "prompt": "whole"}, "full"])
+def test_one_server_computes_prompts_whole_or_in_chunks(server):
+    for how in ("chunks", "whole"):
+        for fields in ({}, {"kv_policy": "snapkv"}, {"kv_policy": "h2o", "kv_budget": 512}):
+            name = fields.get("kv_policy", parse(server).name)
+            if name == "full":
+                continue
+            config = asked(server, {"kv_prompt": how, **fields})
+            assert (config.prompt, config.name) == (how, name)
+            assert config.replace(prompt="chunks") == asked(server, fields).replace(prompt="chunks")
+
+
+@pytest.mark.parametrize(
+    "server, fields, message",
+    [
+        (H2O, {"kv_prompt": "whole"}, "on a server with prompt: chunks, which has room for budgets; expected 'chunks'"),
+        (PRESSED, {"kv_prompt": "whole"}, "on a server with prompt: chunks"),
+        ({"name": "full", "read": 512, "allow": ["keydiff"]}, {"kv_policy": "keydiff", "kv_prompt": "whole"}, "on a s"),
+        ("full", {"kv_prompt": "whole"}, "kv_policy 'full' takes no kv_prompt"),
+        ("kvzip", {"kv_prompt": "chunks"}, "kv_policy 'kvzip' takes no kv_prompt"),
+        ({"name": "duo", "pattern": ["10", "01"]}, {"kv_prompt": "chunks"}, "kv_policy 'duo' takes no kv_prompt"),
+        (H2O, {"kv_prompt": "Whole"}, "kv_prompt must be chunks or whole, not 'Whole'"),
+        (H2O, {"kv_prompt": ["whole"]}, "kv_prompt must be chunks or whole"),
+        (H2O, {"kv_prompt": 1}, "kv_prompt must be chunks or whole, not 1"),
+    ],
+)
+def test_kv_prompt_is_refused(server, fields, message):
+    assert message in request_refusal(server, fields)
+
+
+@pytest.mark.parametrize("server", [H2O, "full", PRESSED])
+@pytest.mark.parametrize("field", sorted({"name", "Window", *REGISTRY.fields(), "allow", "audit", "target", "recall"}))
+def test_a_field_of_a_policy_beside_those_of_requests_is_refused(server, field):
+    """It would have no effect."""
+    for beside in ({"kv_policy": "tova"}, {"kv_usage": 1}, {"kv_budget": 256}):
+        message = request_refusal(server, {**beside, field: "whole"})
+        assert (repr(field) in message and "kv_policy, kv_budget, kv_sink" in message) or "did you mean" in message
+    assert asked(server, {"kv_usage": 1, field: None}) == parse(server)
 
 
 def test_full_takes_no_budget():

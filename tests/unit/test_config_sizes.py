@@ -59,13 +59,40 @@ def test_bound_is_the_largest_trigger_or_none():
 
 
 def test_allowed():
-    assert parse("full").allowed == set(WHOLE) - {"kvzip"}
-    assert parse("h2o").allowed == set(WHOLE) - {"kvzip"}
-    assert parse({"name": "h2o", "context": 4096}).allowed == set(WHOLE) - {"full", "kvzip"}
+    assert parse("full").allowed == set(WHOLE) - {"kvzip", "random"}
+    assert parse("h2o").allowed == set(WHOLE) - {"kvzip", "random"}
+    assert parse("random").allowed == set(WHOLE) - {"kvzip"}
+    assert parse({"name": "h2o", "context": 4096}).allowed == set(WHOLE) - {"full", "kvzip", "random"}
     assert parse({"name": "adakv"}).allowed == {"adakv", "full"}
     assert parse({"name": "adakv", "allow": []}).allowed == {"adakv"}
     assert parse({"name": "h2o", "allow": []}).allowed == {"h2o"}
     assert parse({"name": "sink-window", "allow": ["full"]}).allowed == {"sink-window", "full"}
+
+
+@pytest.mark.parametrize("name", [n for n in POLICIES if "pressure" in POLICIES[n].triggers and n != "full"])
+def test_under_pressure_half_of_a_prompt_stays_if_no_budget_is_given(name):
+    config = parse({"name": name, "when": "pressure"})
+    if POLICIES[name].window_is_the_budget:
+        assert config.budget is None
+        return
+    for block in (16, 128):
+        kept = [config.limits(block, prompt).bound * block for prompt in (100, 2048, 3000, 8192)]
+        assert kept == [1024, 1024, -(-1500 // block) * block, 4096]
+    assert config.bound(128, 8192) == 32 and parse(config.to_dict()) == config
+    assert config.limits(528, 100).bound >= 8  # of large blocks as many as under `when: budget`
+    assert parse({"name": name, "when": "pressure", "budget": 0.5}).limits(16, 100).bound < 8
+    others = [{"kv_policy": "strided"}] if "strided" in config.allowed else []
+    for same in ({"kv_sink": 32}, {"kv_policy": "full"}, *others):
+        picked = config.for_request(same, 8192, 128).limits(128, 8192)
+        assert picked is None or picked.bound == 32
+
+
+@pytest.mark.parametrize("policy", [H2O, {"name": "keydiff"}, {"name": "full", "evict": "host", "host": "1GiB"}])
+def test_admit_is_of_pressure(policy):
+    assert refusal({**policy, "admit": True}).startswith("admit: ") and not parse({**policy, "admit": False}).admit
+    server = parse({**H2O, "when": "pressure", "admit": True})
+    assert server.for_request({"kv_policy": "tova"}, 4000, 32).admit
+    assert "admit" not in parse(policy).to_dict()
 
 
 PRESSED = "full, h2o, random, scissorhands, sink-window, snapkv, strided, tova"
@@ -186,7 +213,7 @@ def test_sizes_that_nobody_gave_follow_the_budget_at_any_size_of_blocks(name, bl
     """They leave sinks, recent tokens and several blocks to choose, for servers and for requests' own budgets."""
     own, window = POLICIES[name].defaults, POLICIES[name].window_is_the_budget
     splits = POLICIES[name].allocator.splits or POLICIES[name].reconstructs
-    server = parse({"name": name, "allow": ["full"]} if splits else {"name": "full"})
+    server = parse({"name": name, "allow": ["full"]} if splits else {"name": "full", "allow": [name]})
     budgets = [None, 0.01, 0.1, 0.25, 0.5, 0.9, 1, 100, 288, 1024, 2048, 8192]
     for budget in [*budgets, *(count * block for count in (1, 2, 3, 4, 5, 8, 9, 16, 100))]:
         given = {} if budget is None else {"budget": budget}

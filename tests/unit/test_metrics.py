@@ -40,7 +40,7 @@ def shown(request):
 
 def test_no_two_mechanisms_count_under_one_key():
     keys = [key for each in (METRICS, *(kind.metrics for kind in KINDS)) for key in each]
-    assert len(keys) == len({*keys}) == 32
+    assert len(keys) == len({*keys}) == 33
 
 
 def test_policies_without_requests_are_not_sent_and_show_nothing_held(shown):

@@ -200,7 +200,7 @@ def test_what_nobody_asked_for_refuses_no_server(monkeypatch, what):
         policy = KVPolicyConfig.parse(name)
         served = refuse.check_config(plain, policy)
         (line,), lines[:] = list(lines), []
-        assert served.allowed >= {"full", "sink-window", "strided", "random"} and not served.allowed & scored
+        assert served.allowed >= {"full", "sink-window", "strided"} and not served.allowed & scored
         assert line.startswith(f"KV policy {name}: requests may not pick h2o, ") and what in line
         assert KVPolicyConfig.parse(served.to_dict()).allowed == served.allowed
         with pytest.raises(KVPolicyError, match="kv_policy 'h2o' is not enabled here"):

@@ -38,14 +38,23 @@ WHEN = Option(
     Literal["budget", "pressure"],
     "budget",
     "`budget`: every request keeps its budget. `pressure`: no request loses blocks while the pool has room; then the "
-    "least important blocks of all requests go, down to each request's budget, instead of preemption",
+    "least important blocks of all requests go, down to each request's budget, where vLLM would preempt a running "
+    "request",
+)
+ADMIT = Option(
+    "admit",
+    flag,
+    False,
+    "with `when: pressure`: `true`: requests lose blocks also where vLLM would keep a request waiting, so more of them "
+    "run at once. `false`: a request starts once the pool has room for its whole prompt, as in stock vLLM",
 )
 BUDGET = Option(
     "budget",
     Any,
     None,
     "tokens that a request keeps, or a ratio of its prompt below 1, in whole blocks with room for `sink`, `recent` "
-    "and a block to choose; if left out, at least 8 blocks; null: `sink`, `recent` and one block",
+    "and a block to choose; if left out, at least 8 blocks, and with `when: pressure` half of the prompt, at least "
+    "1024 tokens; null: `sink`, `recent` and one block",
     _budget,
 )
 BUFFER = Option(
@@ -75,9 +84,11 @@ PROTECT = Option(
     "flight stay",
 )
 MIN_PROMPT = Option("min_prompt", whole(), 0, "requests with a shorter prompt keep everything")
+Computed = Literal["chunks", "whole"]
+PROMPT_NAMES = get_args(Computed)
 PROMPT = Option(
     "prompt",
-    Literal["chunks", "whole"],
+    Computed,
     "chunks",
     "`chunks`: a request loses blocks while its prompt is computed, chunk by chunk. `whole`: it keeps all blocks until "
     "its prompt is computed, as in SnapKV's paper, so the pool has to hold whole prompts",
@@ -186,7 +197,7 @@ READ_PROMPTS = Option(
 OF_EVICT = {"host": {"fetch": "blocks come from the host", "host": "blocks that are dropped have no copy on the host"}}
 #: Fields of every policy that evicts, with their usual defaults.
 KEEPING = having(
-    (WHEN, BUDGET, BUFFER, SINK, RECENT, PROTECT, MIN_PROMPT, PROMPT, EXACT, CONTEXT, *TIER),
+    (WHEN, ADMIT, BUDGET, BUFFER, SINK, RECENT, PROTECT, MIN_PROMPT, PROMPT, EXACT, CONTEXT, *TIER),
     budget=2048,
     buffer=128,
     sink=64,
@@ -266,9 +277,9 @@ ALLOW = Option(
     "allow",
     entries(text) | None,
     None,
-    "policies that requests may pick; null: `full`, and all except `kvzip` and those that make KV groups; none that "
-    "lacks the server's `when`, `read` or `context`; beside a policy that makes KV groups, and for `full` with `read` "
-    "or `evict: host`, `full` alone",
+    "policies that requests may pick; null: `full`, and all except `kvzip`, `random` and those that make KV groups; "
+    "none that lacks the server's `when`, `read` or `context`; beside a policy that makes KV groups, and for `full` "
+    "with `read` or `evict: host`, `full` alone",
 )
 #: All of them: settings of the server.
 SERVER = (ALLOW, AUDIT, TARGET)
@@ -277,7 +288,7 @@ SERVER = (ALLOW, AUDIT, TARGET)
 NEUTRAL = {
     option.name: option.default
     for options in (
-        (WHEN, BUDGET, BUFFER, SINK, RECENT, PROTECT, MIN_PROMPT, PROMPT, EXACT, CONTEXT),
+        (WHEN, ADMIT, BUDGET, BUFFER, SINK, RECENT, PROTECT, MIN_PROMPT, PROMPT, EXACT, CONTEXT),
         TIER,
         (*READ, FETCH, READ_PROMPTS),
         PER_TOKEN,

@@ -52,6 +52,11 @@ class Groups(Frozen):
         return classes
 
     @property
+    def presses(self: C) -> bool:
+        """Whether some heads lose blocks when the pool runs out, and none before."""
+        return any(part.when == "pressure" for part in self.classes.values())
+
+    @property
     def sparse_heads(self: C) -> bool:
         """Whether decodes read a part of the blocks on the device, in some heads."""
         return any(part.sparse for part in self.classes.values())

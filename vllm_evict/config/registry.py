@@ -31,6 +31,8 @@ class Declaration:
     #: Whether statistics come from a reconstruction of the prompt (`integration.engine.reconstruction`). A request
     #: keeps everything until they are there.
     reconstructs: ClassVar[bool] = False
+    #: Whether the policy is a control of experiments: requests may pick it only where the server's `allow` names it.
+    control: ClassVar[bool] = False
     #: Who shares the budget unless a configuration says otherwise. Follows from `defaults`.
     allocator: ClassVar[Allocator] = ALLOCATORS["uniform"]
     #: Policies of which one is chosen for each KV group once the prompt is computed (`policies.fastgen`): name -> the

@@ -2,13 +2,14 @@
 
 import difflib
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from .errors import LONGEST_SHOWN, KVPolicyError, instead, shown
-from .fields import KEEPING, PER_TOKEN, SERVER, TOKENS_OR_RATIO, tokens_or_ratio
+from .fields import KEEPING, PER_TOKEN, PROMPT_NAMES, SERVER, TOKENS_OR_RATIO, tokens_or_ratio
 from .frozen import C, Frozen
 from .options import TOO_MANY, names_of
 from .registry import REGISTRY, Declaration
@@ -17,12 +18,14 @@ from .sizes import Limits, share_of
 from .sources import policy_named
 
 #: Arguments of a request, in `SamplingParams.extra_args` or over HTTP in `vllm_xargs`.
-REQUEST_FIELDS = ("kv_policy", "kv_budget", "kv_sink", "kv_recent", "kv_usage")
+REQUEST_FIELDS = ("kv_policy", "kv_budget", "kv_sink", "kv_recent", "kv_prompt", "kv_usage")
 #: Arguments that are sizes.
 REQUEST_SIZES = ("kv_budget", "kv_sink", "kv_recent")
+#: Arguments that later turns of a session may set anew.
+TURN_FIELDS = (*REQUEST_SIZES, "kv_prompt")
 SIZE = "a whole number of tokens, 0 or more"
 #: Fields of the server that a request keeps under another policy, beside sizes and those of token granularity.
-HANDED = ("when", "protect", "min_prompt", "prompt", "exact", "context")
+HANDED = ("when", "admit", "protect", "min_prompt", "prompt", "exact", "context")
 #: Most argument names of one request that are compared with `REQUEST_FIELDS` letter by letter.
 MOST_COMPARED = 32
 
@@ -56,7 +59,14 @@ class Requests(Frozen):
             raise KVPolicyError(f"extra_args must be a dict of a request's own arguments, not {shown(extra_args)}")
         if (key := _mistaken(extra_args)) is not None:
             raise KVPolicyError(f"unknown request field {shown(key)}: {instead(key, REQUEST_FIELDS)}")
-        extra_args = given(extra_args)
+        extra_args = given(others := extra_args)
+        if extra_args and (key := _bare(others)) is not None:
+            own = f"kv_{key.lower()}"
+            way_out = f"write {own}" if own in REQUEST_FIELDS else "set it in the server's --kv-policy"
+            raise KVPolicyError(
+                f"request field {shown(key)} is a policy's, beside {next(iter(extra_args))}; expected one of "
+                f"{', '.join(REQUEST_FIELDS)}; {way_out}"
+            )
         usage = extra_args.get("kv_usage", False)
         # vLLM's HTTP models convert a bool to a number.
         if not isinstance(usage, (bool, int, float)) or usage not in (0, 1):
@@ -67,30 +77,29 @@ class Requests(Frozen):
                 f"kv_policy {name!r} is not enabled here: {instead(name, self.allowed)}; the server's "
                 "field allow may name others"
             )
-        name = own
+        name, prompt = own, self._prompt_of(own, extra_args.get("kv_prompt"))
         sizes = {field: _number(field, extra_args[field]) for field in REQUEST_SIZES if field in extra_args}
-        if not sizes and name == self.name:
+        if not sizes and not prompt and name == self.name:
             return self
         if name == "full":
             if sizes:
                 why = "keeps everything" if self.keeps_all or self.name != name else "has the sizes of the server here"
                 raise KVPolicyError(f"kv_policy 'full' {why}: it takes no {next(iter(sizes))}")
             return type(self)(name="full")
-        if self.allocator.splits == "classes":
+        if self.allocator.splits == "classes":  # `name` is this policy's
             split: C = self._with_retrieval(sizes, prompt_len, block_size)
             return split
         granted = self.limits(block_size, prompt_len)
-        options = self._resized(REGISTRY[name], sizes, granted, prompt_len, block_size)
+        options = self._resized(REGISTRY[name], sizes, granted, prompt_len, block_size) | prompt
         config: C = self.parse({**options, "name": name}).replace(_depth=self._depth)
         asked = config.limits(block_size, prompt_len)
-        if granted is not None and asked is not None and asked.budget > granted.budget:
+        wished = self.when == "pressure" and "kv_budget" in sizes
+        if granted is not None and asked is not None and asked.budget > granted.budget and not wished:
             config = config.replace(_granted=granted.budget)
             asked = config.limits(block_size, prompt_len)
-        if (
-            granted is not None
-            and asked is not None
-            and (asked.budget > granted.budget or asked.trigger > granted.trigger)
-        ):
+        # Under pressure a budget is what a request keeps at least: a larger one is the safer wish.
+        more = self.when != "pressure" and granted is not None and asked is not None
+        if more and (asked.budget > granted.budget or asked.trigger > granted.trigger):
             what = ", ".join(f"{field} {size}" for field, size in sizes.items()) or f"kv_policy {name}"
             raise KVPolicyError(
                 f"{what} comes to {asked.budget * block_size} tokens of this request's cache, above the server's "
@@ -111,23 +120,47 @@ class Requests(Frozen):
             fields["kv_budget"] = limits.budget * block_size
         return fields
 
-    def check_room(self: C, granted: C, longest: int, max_model_len: int, block_size: int, blocks: int) -> None:
-        """Refuse a request that keeps everything, if it may outgrow a pool that was not planned for such requests.
+    def check_room(
+        self: C,
+        granted: C,
+        prompt_len: int,
+        longest: int,
+        max_model_len: int,
+        block_size: int,
+        blocks: int,
+        in_flight: int,
+    ) -> None:
+        """Refuse a request that keeps more than the pool was planned for, if the pool may be too small for it.
 
-        It would wait for ever, and all requests behind it.
+        It would wait for ever, and all requests behind it. Such a request keeps everything, or under pressure more than
+        the server's budget.
 
         Args:
             granted: the request's configuration.
+            prompt_len: tokens.
             longest: tokens that the request may grow to, drafts included.
             max_model_len: tokens.
             block_size: tokens.
             blocks: of the pool, in each KV group.
+            in_flight: blocks that steps in flight add to a request.
 
         Raises:
             KVPolicyError: naming both sizes.
         """
-        outgrows = granted.limits(block_size, longest) is None and longest > blocks * block_size
-        if outgrows and self.bound(block_size, max_model_len) is not None:
+        if self.bound(block_size, max_model_len) is None:
+            return
+        for head_class, part in self.classes.items():
+            limits = granted.of_class(head_class).limits(block_size, prompt_len)
+            planned = part.bound(block_size, max_model_len)
+            if part.when != "pressure" or limits is None or planned is None or limits.bound <= planned:
+                continue
+            if min(limits.bound + in_flight, math.ceil(longest / block_size)) > blocks:
+                raise KVPolicyError(
+                    f"kv_policy {granted.name!r}: the request keeps {limits.bound * block_size} tokens, beside "
+                    f"{in_flight * block_size} in flight, and the cache holds {blocks * block_size}: ask for a smaller "
+                    "kv_budget"
+                )
+        if granted.limits(block_size, longest) is None and longest > blocks * block_size:
             raise KVPolicyError(
                 f"kv_policy {granted.name!r}: the request may grow to {longest} tokens, and the cache holds "
                 f"{blocks * block_size}: ask for fewer max_tokens (a session may grow to --max-model-len), or for a "
@@ -144,6 +177,25 @@ class Requests(Frozen):
         if self.retrieval is None or self.retrieval.name == "full":
             raise KVPolicyError(f"kv_policy {self.name!r} takes no kv_budget here: its retrieval heads keep everything")
         return self.replace(retrieval=self.retrieval.for_request(sizes, prompt_len, block_size))
+
+    def _prompt_of(self, name: str, asked: Any) -> dict[str, str]:
+        """Return the field `prompt` of a request under a policy that sets `kv_prompt`; {} if it does not.
+
+        A server with `prompt: whole`, or under `full`, plans its memory for requests that hold whole prompts, and these
+        may lose blocks between chunks. Other servers plan for less.
+        """
+        if asked is None:
+            return {}
+        if asked not in PROMPT_NAMES:
+            raise KVPolicyError(f"kv_prompt must be {' or '.join(PROMPT_NAMES)}, not {shown(asked)}")
+        if "prompt" not in REGISTRY[name].options:
+            raise KVPolicyError(f"kv_policy {name!r} takes no kv_prompt: it has no prompt")
+        if asked == "whole" and not self.takes_whole:
+            raise KVPolicyError(
+                "kv_prompt got 'whole' on a server with prompt: chunks, which has room for budgets; expected 'chunks'; "
+                "start the server with prompt: whole, where requests may ask for either"
+            )
+        return {"prompt": asked}
 
     def _resized(
         self: C,
@@ -203,9 +255,7 @@ def _mistaken(extra_args: Mapping[str, Any]) -> str | None:
     Returns:
         The argument's name; None if there is no such argument.
     """
-    options = {
-        f"kv_{field}" for field in ("name", *REGISTRY.fields(), *names_of(SERVER), *names_of(RETIRED), *OLD_NAMES)
-    }
+    options = {f"kv_{field}" for field in _fields()}
     for key in extra_args.keys() & options:
         if extra_args[key] is not None and key not in REQUEST_FIELDS:
             return key
@@ -219,6 +269,18 @@ def _mistaken(extra_args: Mapping[str, Any]) -> str | None:
             if compared == MOST_COMPARED:
                 break
     return None
+
+
+def _bare(extra_args: Mapping[str, Any]) -> str | None:
+    """Find an argument named as a field of a policy (`prompt`, where `kv_prompt` is meant); None if there is none."""
+    fields = _fields()
+    named = (key for key in extra_args if isinstance(key, str) and key.lower() in fields)
+    return next((key for key in named if extra_args[key] is not None), None)
+
+
+def _fields() -> set[str]:
+    """Return all fields that a server's policy may have, old ones included."""
+    return {"name", *REGISTRY.fields(), *names_of(SERVER), *names_of(RETIRED), *OLD_NAMES}
 
 
 def given(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:

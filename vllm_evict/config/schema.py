@@ -14,13 +14,13 @@ from .options import Option, names_of
 from .registry import REGISTRY
 from .request import Requests
 from .retired import as_full, policy_of, with_new_names, without_retired
-from .sizes import SMALLEST_BLOCK, Sizes
+from .sizes import FLOOR, SMALLEST_BLOCK, Sizes
 from .sources import completed, policy_named, read
 
 logger = logging.getLogger("vllm.evict")
 
 #: Fields of `full` that have an effect with `evict: host` alone; the sizes of `READ_SIZES` with `read`, too.
-OF_BUDGETS = frozenset({"when", "budget", "buffer", "sink", "recent", "exact"})
+OF_BUDGETS = frozenset({"when", "admit", "budget", "buffer", "sink", "recent", "exact"})
 READ_SIZES = frozenset({"sink", "recent"})
 #: Most fields of one policy, unknown fields included, so that messages stay readable.
 MOST_FIELDS = 100
@@ -35,8 +35,8 @@ class KVPolicyConfig(Sizes, Groups, Requests):
     Attributes:
         name: name of the policy.
         allow: policies that requests may pick. None: all policies without reconstruction or split heads that support
-            the server's `when`, `read` and `context`; `full` alone if the allocator splits heads or layers, and under
-            `full` with `read` or `evict: host`.
+            the server's `when`, `read` and `context`, but no control (`random`); `full` alone if the allocator splits
+            heads or layers, and under `full` with `read` or `evict: host`.
         audit: share of requests whose answers full attention scores again.
         target: share of audited answers that should be identical; None: no share is expected.
         given: names of fields that the user gave.
@@ -81,6 +81,8 @@ class KVPolicyConfig(Sizes, Groups, Requests):
                 values["recent"] = 0
             if values.get("read") and values.get("read_prompts") and "index" not in fields:
                 values["index"] = OF_PROMPTS
+            if values.get("when") == "pressure" and "budget" not in fields and values["budget"] is not None:
+                values["budget"] = FLOOR
             vars(self).update(policy.fixed, **values, name=policy.name, given=frozenset(fields))
             vars(self).update(_depth=None, _share=None, _granted=None)
             if isinstance(self.budget, int):
@@ -132,14 +134,15 @@ class KVPolicyConfig(Sizes, Groups, Requests):
     @property
     def idle(self) -> frozenset[str]:
         """Names of fields without effect: of blocks on the host where evicted blocks are dropped, of decodes that read
-        less where they read everything, of audits where there are none, and of allocators other than this
-        configuration's."""
+        less where they read everything, of audits where there are none, of pressure under `when: budget`, and of
+        allocators other than this configuration's."""
         idle = frozenset(field for value, fields in OF_EVICT.items() if self.evict != value for field in fields)
         idle |= {"evict"} if self.evict == "drop" else frozenset()
         idle |= frozenset() if self.sparse or self.reaches else names_of(READ)
         idle |= frozenset() if self.sparse else {READ_PROMPTS.name}
         idle |= OF_BUDGETS - (READ_SIZES if self.sparse else frozenset()) if self.keeps_all else frozenset()
         idle |= frozenset() if self.audit else {"audit", "target"}
+        idle |= frozenset() if self.when == "pressure" else {"admit"}
         own = names_of(self.allocator.declares) | {"allocate"} if self.allocator.splits else frozenset()
         return idle | (names_of(ALLOCATION) - own)
 
@@ -161,7 +164,11 @@ class KVPolicyConfig(Sizes, Groups, Requests):
         if self.name == "full" and (self.sparse or not self.keeps_all):
             return frozenset({self.name})
         # A reconstruction costs a second pass and room for the whole prompt, so only the server can enable it.
-        whole = {name for name, policy in REGISTRY.items() if not policy.reconstructs and not policy.allocator.splits}
+        whole = {
+            name
+            for name, policy in REGISTRY.items()
+            if not (policy.reconstructs or policy.allocator.splits or policy.control)
+        }
         names = {"full"} if self.allocator.splits else whole
         needed = {field for field in ("read", "context") if getattr(self, field)}
         return frozenset(
@@ -378,6 +385,8 @@ def _allows_what_there_is(config: KVPolicyConfig) -> None:
 
 def _has_the_trigger(config: KVPolicyConfig) -> None:
     policy = config.policy
+    if config.admit and config.when != "pressure":
+        raise ValueError("admit: requests that keep a budget lose blocks for nobody: it needs when: pressure")
     if policy.options and config.when not in policy.triggers:
         others = sorted(name for name in REGISTRY if config.when in REGISTRY[name].triggers and name != "full")
         raise ValueError(

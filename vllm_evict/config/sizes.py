@@ -18,6 +18,8 @@ NEVER = 1 << 40
 SMALLEST_BLOCK = 16
 #: Blocks of the least budget that is not given: sinks of one block are an eighth of them.
 LEAST_BUDGET = 8
+#: Budget under `when: pressure` that is not given: a share of the prompt, and the fewest tokens.
+FLOOR, LEAST_FLOOR = 0.5, 1024
 #: Blocks that a decision chooses among at least, where the user gave no recent tokens.
 LEAST_CHOICE = 2
 #: Most tokens of a prompt that read the same blocks under `read_prompts`.
@@ -65,7 +67,8 @@ class Sizes(Frozen):
 
     - Sizes that the user gave stay. A budget grows to the fewest blocks that hold sinks, recent tokens and one block to
       choose; `LEAST_CHOICE` blocks, if the user gave no recent tokens.
-    - A budget that is not given has at least `LEAST_BUDGET` blocks.
+    - A budget that is not given has at least `LEAST_BUDGET` blocks. Under `when: pressure` it is `FLOOR` of the prompt,
+      and at least `LEAST_FLOOR` tokens.
     - Sinks and recent tokens that are not given are the policy's, but at most an eighth and a quarter of the budget's
       blocks, and at least one block each.
     """
@@ -100,6 +103,11 @@ class Sizes(Frozen):
         """Whether a request keeps all its blocks on the device."""
         return self.name == "full" and not self.reaches
 
+    @property
+    def takes_whole(self) -> bool:
+        """Whether requests may hold whole prompts before their first decision (`prompt: whole`)."""
+        return self.prompt == "whole" or (self.keeps_all and not self.sparse)
+
     def _most(self, size: str) -> int:
         """Return the tokens of `sink` or `recent` as given, or as the policy has them in a budget of any size."""
         if size not in self.unsaid:
@@ -126,6 +134,8 @@ class Sizes(Frozen):
             blocks = self._granted
         else:
             tokens = share_of(self.budget, prompt_len) if isinstance(self.budget, float) else self.budget
+            if self.when == "pressure" and "budget" in self.unsaid:
+                tokens = max(tokens, LEAST_FLOOR)
             blocks, least = math.ceil(tokens / block_size), self._least(block_size) if self.protect else 1
             blocks = max(blocks, least, LEAST_BUDGET if "budget" in self.unsaid else 1)
         room = blocks - 1 - sum(math.ceil(sizes[size] / block_size) for size in SHARES.keys() - self.unsaid)

@@ -143,6 +143,25 @@ class RequestBlocks:
             return whole
         return min(max(self.limits.bound, there) + in_flight, whole)
 
+    def to_start(self, whole: int, in_flight: int, there: int, room: int) -> int:
+        """Return the blocks for which the pool has to have room before the request starts.
+
+        Where requests under pressure lose no blocks for waiting ones (`admit`), it waits for room for all its tokens,
+        as in stock vLLM. One that the pool can never hold whole starts as other requests do, with the most that it
+        will hold at once.
+
+        Args:
+            whole, in_flight, there: as for `most`; `whole` of the tokens that it has so far.
+            room: blocks of an otherwise empty pool.
+        """
+        if self.under_pressure and not self.config.admit and whole <= room:
+            return whole
+        return self.most(whole, in_flight, there)
+
+    def above_budget(self, computed_tokens: int) -> int:
+        """Return how many blocks the request holds above its budget, those in flight not counted; negative below it."""
+        return self._candidates(computed_tokens)[1]
+
     def hold(self, blocks: int) -> None:
         """Set the number of blocks that the request holds now."""
         self.state.held_blocks += blocks - self.held_blocks

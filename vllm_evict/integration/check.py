@@ -5,13 +5,14 @@ refuses that configuration, or not, by the same call as on a server. What only l
 """
 
 import argparse
+import difflib
 import gc
 import json
 import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -144,10 +145,12 @@ def accepted(flags: Sequence[str]) -> list[str]:
     untried = list(arguments.unread)
     if config.host is not None and vllm_config.device_config.device_type != "cpu":
         untried.append(f"memory for host ({config.host} bytes of each engine)")
+    never = ["audits"] if config.audit and vllm_config.device_config.device_type != "cpu" else []
     return [
         f"{describe.facts(config, held or '', vllm_config)}; attention backend {backend}",
         f"Not known before layers are made: {'blocks that a request holds, ' * (held is None)}{unknown}",
         *([f"Not tried here: {', '.join(untried)}"] if untried else []),
+        *([f"No GPU has run {', '.join(never)} yet"] if never else []),
     ]
 
 
@@ -173,10 +176,11 @@ def _parse(flags: Sequence[str]) -> _Parsed:
 
     class Parser(FlexibleArgumentParser):
         def error(self, message: str) -> NoReturn:
-            raise CheckError(_one_line(message))
+            raise CheckError(_one_line(message) + _meant(message, serve._option_string_actions))
 
     parser = Parser(prog="vllm")
-    import_moved(CLI_ARGS, "make_arg_parser")(parser.add_subparsers(dest="subparser").add_parser("serve"))
+    serve = parser.add_subparsers(dest="subparser").add_parser("serve")
+    import_moved(CLI_ARGS, "make_arg_parser")(serve)
     try:
         arguments = parser.parse_args(["serve", *flags], namespace=_Parsed())
     except CheckError:
@@ -194,6 +198,14 @@ def _parse(flags: Sequence[str]) -> _Parsed:
     vars(arguments).update(UNREAD)
     _tried(import_moved(CLI_ARGS, "validate_parsed_serve_args"), arguments)
     return arguments
+
+
+def _meant(message: str, known: Iterable[str]) -> str:
+    """Return what argparse's message about unknown flags may add: for each the known flag that is most like it."""
+    found, _, unknown = message.partition("unrecognized arguments: ")
+    flags = [] if found else [word.split("=")[0] for word in unknown.split() if word.startswith("--")]
+    alike = [difflib.get_close_matches(flag.replace("_", "-"), known, 1) for flag in flags]
+    return f"; did you mean {', '.join(each[0] for each in alike if each)}?" if any(alike) else ""
 
 
 def _look_for_model(given: str, model: str, revision: str | None) -> None:

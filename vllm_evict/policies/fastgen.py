@@ -35,7 +35,10 @@ class FastGen(Policy):
         "full": (),
     }
     measures = frozenset({"mass"})
-    declares = (*ALLOCATORS["heads"].fields((*without(KEEPING, "when", "prompt"), *REDUCTION, WINDOW)), RECOVERY)
+    declares = (
+        *ALLOCATORS["heads"].fields((*without(KEEPING, "when", "admit", "prompt"), *REDUCTION, WINDOW)),
+        RECOVERY,
+    )
     fixed = {"accumulate": "last", "allocate": "heads"}
     triggers = ("budget",)
 

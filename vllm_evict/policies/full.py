@@ -13,7 +13,7 @@ from ..config.options import Option
 from .base import Blocks, Policy
 
 #: Fields of a request whose blocks wait on the host; its sinks and recent tokens are read without a host, too.
-TIERED = ("when", "budget", "buffer", "sink", "recent", "exact", "evict", "host")
+TIERED = ("when", "admit", "budget", "buffer", "sink", "recent", "exact", "evict", "host")
 
 
 class Full(Policy):

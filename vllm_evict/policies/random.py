@@ -13,7 +13,7 @@ class Random(Policy):
     """Weighs a block by a hash of `seed`, the request's prompt and the block: the same in every run and decision."""
 
     name = "random"
-    by_prompt = True
+    by_prompt = control = True
     declares = (*KEEPING, *READ, SEED)
 
     def importance(self, blocks: Blocks) -> np.ndarray:

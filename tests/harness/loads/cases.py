@@ -284,6 +284,11 @@ def make_case(number, kind=None, smallest=False):
     if "gates" not in policy and random.Random(f"unsaid {number}").random() < 0.25:
         # What is not given follows the budget, and may raise it.
         policy = {field: value for field, value in policy.items() if field not in ("sink", "recent")}
+    if policy.get("when") == "pressure":
+        draw = random.Random(f"admit {number}")
+        policy["admit"] = draw.random() < 0.5
+        if draw.random() < 0.3:
+            policy["budget"] = draw.choice([0.25, 0.5, 0.75])
     if "host" in policy:
         # A block of these models is up to so many times as large, with layers of a drafter.
         policy["host"] *= {"searched": 2, "latent": 7, "drafted": 6, "drafted-window": 6, "qwen3_next": 36}.get(

@@ -38,6 +38,7 @@ CHOICES = {
     "heads": ("sum", "mean", "max"),
     "layers": ("sum", "mean", "max"),
     "protect": (True, False),
+    "admit": (True, False),
     "exact": (True, False),
     "prompt": ("chunks", "whole"),
     "evict": ("drop", "host"),

@@ -227,8 +227,10 @@ class Invariants(HostInvariants):
     def _watch_pressure(self) -> None:
         """*vain*: see what each allocation that lacked blocks has cost, and whether it succeeded."""
         allocate = self.cache.allocate_slots
+        admits = any(part.admit for part in self.scheduler.kv_policy.classes.values())
 
         def watched(request: Request, *args: Any, **kwargs: Any) -> Any:
+            starts = not any(each.req_to_blocks.get(request.request_id) for each in self.evictable)
             before = [{r: len(holes) for r, holes in holes_of(each.changes).items()} for each in self.evictable]
             blocks = allocate(request, *args, **kwargs)
             lost = {
@@ -239,6 +241,8 @@ class Invariants(HostInvariants):
             }
             if lost and blocks is None and not lost & self._cut:
                 raise Fault("vain", f"{sorted(lost)} lost blocks for {request.request_id}, which gets none")
+            if lost and starts and not admits and request.status != RequestStatus.RUNNING:
+                raise Fault("admit", f"{sorted(lost)} lost blocks for {request.request_id}, which does not run yet")
             for req_id in lost if self.settings.priorities else ():
                 if self.scheduler.requests[req_id].priority < request.priority:
                     raise Fault("priority", f"{req_id} lost blocks for {request.request_id}, which is less important")

@@ -375,6 +375,8 @@ class Maker:
                 chosen["budget"] = sink + recent + 2 * block
         if chosen.get("prompt") == "whole":
             chosen["when"] = "budget"
+        if chosen.get("when") == "pressure" and "admit" in options:
+            chosen["admit"] = self._chance(0.5)
         if self._chance(0.2):  # what is not given follows the budget
             chosen = {option: value for option, value in chosen.items() if option not in ("sink", "recent")}
         if self._chance(0.5):

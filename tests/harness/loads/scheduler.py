@@ -9,6 +9,7 @@
 - *bound*: a request whose step is done, and whose scores came, holds no more than its policy lets it;
 - *floor*: what is evicted is no sink and no recent token, and leaves a request its budget;
 - *scores*: a prompt is reconstructed if there was room for it all the time (kvzip);
+- *admit*: where pressure admits no waiting request, none takes blocks;
 - *vain*: blocks are evicted under pressure only if the request that lacked some gets them, and of no request that is
   more important;
 - *host*: each host block is free, cached or used; worker and scheduler agree who uses it; what is under a hash was

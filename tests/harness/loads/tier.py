@@ -27,6 +27,10 @@ def on_host(rand: Random, block: int, length: int, token_bytes: int) -> dict[str
         "sink": sink,
         "recent": recent,
     }
+    if policy["when"] == "pressure":
+        policy["admit"] = rand.random() < 0.5
+        if rand.random() < 0.2:
+            del policy["budget"]
     given = ("sink", "recent") if rand.random() < 0.8 else ()
     return {field: value for field, value in policy.items() if field not in ("sink", "recent") or field in given}
 

@@ -11,7 +11,7 @@ from ...config import KVPolicyConfig
 from ..actions import Action
 from ..plan import EvictionPlan, Report, Reports
 from ..residence import NO_BLOCKS
-from .base import Group, Mechanism, Offer, SchedulerView, Step, settled
+from .base import Group, Mechanism, Metric, Offer, SchedulerView, Step, settled
 
 #: Steps between two reports of a request while the pool is short of blocks.
 SCORES_STAY_FRESH = 8
@@ -45,13 +45,24 @@ class Pressure(Mechanism):
         view: the scheduler, of the server's policy.
     """
 
+    metrics = {
+        "fallen": Metric("requests_at_budget", "Requests that pressure took down to their budget."),
+    }
+
     def __init__(self, view: SchedulerView) -> None:
         super().__init__(view)
-        self._buffer = max(part.buffer for part in view.kv_policy.classes.values() if part.when == "pressure")
+        parts = [part for part in view.kv_policy.classes.values() if part.when == "pressure"]
+        self._buffer = max(part.buffer for part in parts)
+        #: Whether requests lose blocks for waiting ones, too.
+        self._admits = any(part.admit for part in parts)
 
     @classmethod
     def serves(cls, config: KVPolicyConfig) -> bool:
-        return any(part.when == "pressure" for part in config.classes.values())
+        return config.presses
+
+    @property
+    def described(self) -> str:
+        return f"a request that waits {'may take blocks of others' if self._admits else 'takes no blocks of others'}"
 
     def plan(self, plan: EvictionPlan, step: Step) -> None:
         """Ask for reports of measured requests while the pool is short.

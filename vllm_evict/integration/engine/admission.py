@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
-from ...config import REQUEST_SIZES, KVPolicyConfig, KVPolicyError, given
+from ...config import REQUEST_SIZES, TURN_FIELDS, KVPolicyConfig, KVPolicyError, given
 from ...core.actions import back_to_budget
 from ...core.blocks import RequestBlocks, RequestState
 from ...core.plan import Scoring
@@ -69,7 +69,15 @@ class Admission:
                 config = KVPolicyConfig(name="full")
             longest = self._hits.longest_table(request)
             room = self._hits.room_for(longest) // len(self._managers)
-            scheduler.kv_policy.check_room(config, longest, scheduler.max_model_len, block_size, room)
+            scheduler.kv_policy.check_room(
+                config,
+                request.num_prompt_tokens,
+                longest,
+                scheduler.max_model_len,
+                block_size,
+                room,
+                self._managers[0].in_flight,
+            )
             return config
         except KVPolicyError as error:
             # The front end refuses wrong arguments. One that it did not see must not end the engine. A session's sizes
@@ -88,7 +96,7 @@ class Admission:
         extra_args = given(session.sampling_params and session.sampling_params.extra_args)
         if extra_args.get("kv_policy", name) != name:
             logger.warning("request %s: a session keeps the KV policy of its first turn, %r", req_id, name)
-        asked |= {key: extra_args[key] for key in REQUEST_SIZES if key in extra_args}
+        asked |= {key: extra_args[key] for key in TURN_FIELDS if key in extra_args}
         config = self._granted(session, asked)
         self.changes |= not config.keeps_all
         for manager, blocks, plan in zip(self._managers, groups, self._scheduler.next_plan.groups):

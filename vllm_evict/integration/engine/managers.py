@@ -159,7 +159,7 @@ class EvictableManager(FullAttentionManager):
         self.residents: dict[str, RequestBlocks] = {}
         #: Number of this group among the KV groups that may have holes, in plans and reports.
         self.number = 0
-        self.max_in_flight_tokens = 0
+        self.max_in_flight_tokens = self.room = 0
         #: Policy -> blocks that its requests hold.
         self.held: Counter[str] = Counter()
         #: Requests that were noted over their trigger since the last `take_over_trigger`, in this order.
@@ -167,15 +167,19 @@ class EvictableManager(FullAttentionManager):
         #: See `GroupPlan.changes`, of the next plan.
         self.changes: dict[str, dict[int, int]] = {}
 
-    def bind(self, number: int, max_in_flight_tokens: int, give_back: Callable[[list[KVCacheBlock]], None]) -> None:
+    def bind(
+        self, number: int, max_in_flight_tokens: int, room: int, give_back: Callable[[list[KVCacheBlock]], None]
+    ) -> None:
         """Set values that the scheduler knows and vLLM does not pass to managers.
 
         Args:
             number: of the group, in plans and reports.
             max_in_flight_tokens: most tokens of a request in flight, those of drafts included.
+            room: blocks of an otherwise empty pool for one request.
             give_back: frees blocks that a request lost, the last one first.
         """
-        self.number, self.max_in_flight_tokens, self._give_back = number, max_in_flight_tokens, give_back
+        self.number, self.max_in_flight_tokens, self.room = number, max_in_flight_tokens, room
+        self._give_back = give_back
         self.whole_blocks = self.block_size == self.block_pool.hash_block_size
 
     def begin_step(self, changes: bool, admits: bool) -> None:
@@ -396,7 +400,7 @@ class ChangingManager(hole_aware(EvictableManager)):  # type: ignore[misc]  # a 
 
 
 class AdmittingManager(ChangingManager):
-    """The same in steps that may admit requests: those with limits are bounded by them."""
+    """The same in steps that may admit requests: those with limits are bounded by them (`RequestBlocks.to_start`)."""
 
     def get_num_blocks_to_allocate(
         self,
@@ -413,7 +417,7 @@ class AdmittingManager(ChangingManager):
             # A cached prefix, or one that a connector loads, may be longer than the bound.
             there = 0 if blocks.started else math.ceil(total_computed_tokens / self.block_size)
             whole = math.ceil(num_tokens / self.block_size)
-            most = blocks.most(whole, self.in_flight, max(len(new_computed_blocks), there))
+            most = blocks.to_start(whole, self.in_flight, max(len(new_computed_blocks), there), self.room)
             num_tokens = min(num_tokens, most * self.block_size)
         return super().get_num_blocks_to_allocate(
             request_id,

@@ -10,6 +10,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from ...core.actions import Action
 from ...core.mechanisms import Pressure
+from ...core.mechanisms.base import settled
 from ...core.mechanisms.pressure import SCORES_STAY_FRESH
 from ...core.plan import EvictionPlan, Reports
 from ..start.versions import waiting_with_blocks
@@ -35,7 +36,7 @@ class PoolRelief(Pressure):
         super().__init__(scheduler)
         self._scheduler, self._cache = scheduler, scheduler.kv_cache_manager
         before_giving_up(self._cache, self.make_room)
-        self._warned = False
+        self._warned = self._said = False
         #: The waiting request that tried last to find room, how many others held blocks then, and the step.
         self._tried: tuple[str, int, int] | None = None
         self._tried_at = 0
@@ -74,7 +75,7 @@ class PoolRelief(Pressure):
         missing = wanted + reserved - self._cache.block_pool.get_num_free_blocks()
         if not runs and watermark:
             missing += self._cache.watermark_blocks
-        if missing > 0 and (runs or self._may_succeed(request)) and self._relieve(request, missing, hit):
+        if missing > 0 and (runs or self._may_take(request)) and self._relieve(request, missing, hit):
             self._tried = None
             return True
         if runs and not self._warned:
@@ -86,12 +87,16 @@ class PoolRelief(Pressure):
             )
         return False
 
-    def _may_succeed(self, request: Request) -> bool:
-        """Return whether a waiting request may find more room than when it tried last.
+    def _may_take(self, request: Request) -> bool:
+        """Return whether a waiting request may take blocks, and find more room than when it tried last.
 
-        It may if requests have ended, begun or reported since, or after `SCORES_STAY_FRESH` steps.
+        One that holds blocks, such as a session whose next turn came, goes on as a running one does: vLLM can't preempt
+        it, and others wait for its blocks. It may find more room if requests have ended, begun or reported since, or
+        after `SCORES_STAY_FRESH` steps.
         """
         scheduler = self._scheduler
+        if not self._admits and not scheduler.kv_managers[0].req_to_blocks.get(request.request_id):
+            return False
         state = (request.request_id, len(scheduler.running), len(waiting_with_blocks(scheduler)))
         if state == self._tried and scheduler.current_step - self._tried_at < SCORES_STAY_FRESH:
             return False
@@ -123,6 +128,28 @@ class PoolRelief(Pressure):
         taken = [block for blocks in hit for block in blocks if block is not FROM_HOST and not block.is_null]
         pool.touch(taken)
         for action in actions:
-            scheduler.apply(action)  # the host may have room for a part of it, which may free none
+            if scheduler.apply(action):  # the host may have room for a part of it, which may free none
+                self._note_fallen(action)
         pool.free_blocks(reversed(taken))
         return scheduler.free_blocks > free
+
+    def _note_fallen(self, action: Action) -> None:
+        """Count a request that is at its budget after an action, once, and log the first one."""
+        scheduler, req_id = self._scheduler, action.req_id
+        blocks = scheduler.kv_managers[action.group].residents[req_id]
+        if blocks.state.counts["fallen"] or blocks.above_budget(settled(scheduler.requests[req_id])) > 0:
+            return
+        scheduler.count(blocks, fallen=1)
+        if not self._said and blocks.limits is not None:
+            self._said = True
+            logger.warning(
+                "KV policy %s: the pool ran out, and request %s is down to its budget, %d of the %d blocks that it "
+                "filled: %s. A larger pool, a larger budget, fewer --max-num-seqs%s keep more. "
+                "vllm:kv_evict_requests_at_budget_total counts such requests. Said once.",
+                scheduler.kv_policy.name,
+                req_id,
+                blocks.limits.budget,
+                blocks.residence.known,
+                "the others wait on the host" if blocks.config.reaches else "the others are lost",
+                " or admit: false" if self._admits else "",
+            )

@@ -96,10 +96,13 @@ class EvictionMixin(Base):
         order = [manager.kv_cache_spec.head_class for manager in evictable]
         assert [name for name in self.kv_policy.classes for _ in range(order.count(name))] == order, order
         in_flight = self.max_in_flight_tokens + lookahead(self.vllm_config)
-        for number, manager in enumerate(evictable):
-            manager.bind(number, in_flight, self._give_back)
         for manager in others:
             put_beside(manager, evictable[0].residents)
+        # One block is vLLM's null block.
+        room = self.kv_cache_manager.block_pool.num_gpu_blocks - 1
+        room -= sum(manager.most_blocks(self.max_model_len) for manager in others)
+        for number, manager in enumerate(evictable):
+            manager.bind(number, in_flight, room // len(evictable), self._give_back)
         return evictable, others
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:

@@ -37,13 +37,17 @@ def start_up_line(scheduler: EngineView) -> str:
     if kinds:
         beside = " and ".join(f"{count} with {kind}" for kind, count in kinds.items())
         what += f", beside {beside}, managed by vLLM"
+    pool, alone = scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1, len(groups) == 1 and not kinds
+    holds = f"the pool has {pool:,} blocks" + f", {pool * spec.block_size:,} tokens" * alone
+    if bound is not None:
+        holds += " (vLLM's KV cache size is of requests at their bounds)"
     return (
         facts(
             scheduler.kv_policy,
             what_is_held(scheduler.kv_policy, bound, spec.block_size, Pressure.serves(scheduler.kv_policy)),
             scheduler.vllm_config,
         )
-        + f"; attention backend {spec.backend}; {what}"
+        + f"; attention backend {spec.backend}; {what}; {holds}"
         + "".join(f"; {words}" for mechanism in scheduler.mechanisms if (words := mechanism.described))
         + "".join(f"; {words}" for part in parts if (words := part.became(spec.block_size)))
     )

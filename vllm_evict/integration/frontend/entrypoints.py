@@ -3,6 +3,7 @@
 import functools
 import itertools
 import logging
+import math
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -11,7 +12,7 @@ from typing import Any
 
 from pydantic import BeforeValidator, WrapValidator
 
-from ...config import REQUEST_FIELDS, REQUEST_SIZES, KVPolicyConfig, KVPolicyError
+from ...config import REQUEST_FIELDS, TURN_FIELDS, KVPolicyConfig, KVPolicyError
 from ...config.errors import shown
 from ..start.connectors import asks_to_hand_on, hands_on, prefills_alone
 from ..start.late import once
@@ -56,19 +57,20 @@ def _check_request(vllm_config: Any, extra_args: Any, prompt_len: int, max_token
         raise VLLMValidationError(f"vllm_xargs must be an object, not {shown(extra_args)}", parameter="vllm_xargs")
     transfer = extra_args.get("kv_transfer_params")
     _check_transfer(vllm_config, transfer)
-    cache, most = vllm_config.cache_config, vllm_config.model_config.max_model_len
+    cache, most, block_size = vllm_config.cache_config, vllm_config.model_config.max_model_len, _block_size(vllm_config)
     try:
-        granted = config.for_request(extra_args, prompt_len, cache.block_size)
+        granted = config.for_request(extra_args, prompt_len, block_size)
         if prefills_alone(vllm_config):
             return config
         if hands_on(vllm_config, transfer):
             granted = KVPolicyConfig(name="full")
-        # Blocks are counted for requests that keep everything alone: split heads have to be laid out for that.
-        if cache.num_gpu_blocks and granted.limits(cache.block_size, prompt_len) is None:
+        # Blocks are counted for requests that keep more than the pool was planned for: heads have to be laid out.
+        if cache.num_gpu_blocks and (granted.limits(block_size, prompt_len) is None or config.presses):
             # Drafts may go beyond max_tokens, and a drafter with layers beyond drafts.
             drafts = vllm_config.speculative_config and vllm_config.speculative_config.num_speculative_tokens
             longest = min(prompt_len + (max_tokens or most) + 2 * (drafts or 0), most)
-            config.check_room(granted, longest, most, cache.block_size, _blocks(vllm_config, config))
+            blocks, ahead = _blocks(vllm_config, config), config.presses and _in_flight(vllm_config, block_size)
+            config.check_room(granted, prompt_len, longest, most, block_size, blocks, ahead)
     except KVPolicyError as error:
         raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
     return config
@@ -95,6 +97,15 @@ def _check_transfer(vllm_config: Any, params: Any) -> None:
         raise VLLMValidationError(message, parameter="kv_transfer_params")
 
 
+def _block_size(vllm_config: Any) -> int:
+    """Return the tokens of a block of full attention, as the engine has them, which layers may have changed.
+
+    Since vLLM 0.31 the engine tells it. `block_size` is the smallest one of all KV groups.
+    """
+    cache = vllm_config.cache_config
+    return int(getattr(cache, "effective_attention_block_size", None) or cache.block_size)
+
+
 def _blocks(vllm_config: Any, config: KVPolicyConfig) -> int:
     """Return the blocks that a request may hold at most in each KV group with holes.
 
@@ -108,6 +119,13 @@ def _blocks(vllm_config: Any, config: KVPolicyConfig) -> int:
     laid = layout(vllm_config, config)
     # vLLM adds up the pools of its engines. One block of each is its null block.
     return (vllm_config.cache_config.num_gpu_blocks // max(engines, 1) - 1) // (1 if laid is None else len(laid.groups))
+
+
+def _in_flight(vllm_config: Any, block_size: int) -> int:
+    """Return the most blocks that steps in flight add to a request, as `EvictableManager.in_flight`."""
+    from ..start.drafters import lookahead
+
+    return math.ceil((vllm_config.max_in_flight_tokens + lookahead(vllm_config)) / block_size) + 1
 
 
 def _tokens_of(prompt: Any) -> int | None:
@@ -242,7 +260,7 @@ def _check_turn(vllm_config: Any, params: Any) -> None:
     elif asked not in (None, *known):
         raise VLLMValidationError(
             f"kv_policy {asked!r}: a session keeps the policy of its first turn, {known[0]!r}; later turns may set "
-            f"another {' or '.join(REQUEST_SIZES)}",
+            f"another {' or '.join(TURN_FIELDS)}",
             parameter="vllm_xargs",
         )
 
@@ -351,7 +369,7 @@ def hook_beam_search(module: ModuleType) -> None:
                 config = _check_request(vllm_config, xargs, length, most)
             if config is not None:
                 # Its requests have longer and longer prompts. An answer has no usage of each of them.
-                fields = config.lasting(xargs or {}, length, vllm_config.cache_config.block_size)
+                fields = config.lasting(xargs or {}, length, _block_size(vllm_config))
                 fields.pop("kv_usage", None)
         return searching(beam_search(self, prompt, request_id, params, *args, **kwargs), fields)
 

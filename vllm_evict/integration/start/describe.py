@@ -43,9 +43,16 @@ def held_before_layers(config: KVPolicyConfig, vllm_config: Any) -> str | None:
 
 
 def what_is_held(config: KVPolicyConfig, bound: int | None, block_size: int, pressure: bool) -> str:
+    """Return what a request of the longest prompt holds between steps; under pressure what any keeps."""
     if not bound:
         return " and hold all their blocks"
-    held = f" and hold {bound} blocks of {block_size} tokens" + " when the pool runs out" * pressure
+    held = f" and hold {bound} blocks of {block_size} tokens"
+    if pressure and isinstance(config.budget, float):
+        least = config.limits(block_size, 1)
+        assert least is not None  # there is a bound
+        share = f"{100 * config.budget:g} % of their prompts"
+        held = f" and keep {share}, at least {least.bound} blocks of {block_size} tokens,"
+    held += " when the pool runs out" * pressure
     return held + ", under full all their blocks" * ("full" in config.allowed and config.name != "full")
 
 

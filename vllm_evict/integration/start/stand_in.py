@@ -44,6 +44,12 @@ DEVICES = {
     "h200": Device("NVIDIA H200", (9, 0), 140, 132),
     "b200": Device("NVIDIA B200", (10, 0), 179, 148),
     "gb200": Device("NVIDIA GB200", (10, 0), 184, 148),
+    "l40s": Device("NVIDIA L40S", (8, 9), 44, 142),
+    "l4": Device("NVIDIA L4", (8, 9), 22, 58),
+    "a10": Device("NVIDIA A10", (8, 6), 22, 72),
+    "rtx3090": Device("NVIDIA GeForce RTX 3090", (8, 6), 24, 82),
+    "rtx4090": Device("NVIDIA GeForce RTX 4090", (8, 9), 24, 128),
+    "rtx5090": Device("NVIDIA GeForce RTX 5090", (12, 0), 32, 170),
     "mi300": Device("AMD Instinct MI300X", (9, 4), 192, 304, architecture="gfx942"),
     "cpu": Device("cpu"),
 }
