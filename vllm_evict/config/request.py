@@ -186,7 +186,7 @@ class Requests(Frozen):
         """
         if asked is None:
             return {}
-        if asked not in PROMPT_NAMES:
+        if not isinstance(asked, str) or asked not in PROMPT_NAMES:
             raise KVPolicyError(f"kv_prompt must be {' or '.join(PROMPT_NAMES)}, not {shown(asked)}")
         if "prompt" not in REGISTRY[name].options:
             raise KVPolicyError(f"kv_policy {name!r} takes no kv_prompt: it has no prompt")

@@ -73,7 +73,7 @@ NULLABLE = {
     "allow",
     "pattern",
 }
-REQUEST_FIELDS = ("kv_policy", "kv_budget", "kv_sink", "kv_recent", "kv_usage")
+REQUEST_FIELDS = ("kv_policy", "kv_budget", "kv_sink", "kv_recent", "kv_prompt", "kv_usage")
 
 
 def _number(value: Any) -> float | None:
@@ -397,6 +397,8 @@ def in_request(seed: int, longest: int = LONGEST, json_only: bool = False) -> It
 
 def request_fits(field: str, value: Any) -> bool:
     """Whether a request's field may have a value; also as text, and as a float of a whole number."""
+    if field == "kv_prompt":  # the server computes prompts in chunks
+        return isinstance(value, str) and value == "chunks"
     if isinstance(value, str) and field not in ("kv_policy", "kv_usage"):
         try:
             value = json.loads(value) if len(value) < 200 else None
