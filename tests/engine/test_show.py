@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import random
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -98,7 +99,10 @@ def test_a_page_says_what_became_of_a_prompt(async_stays):
 def test_what_layers_read_on_the_host_is_shown(async_stays):
     """Each layer reads as many blocks of the host as it chooses; answers are compared with stock full attention's."""
     reach = {"name": "full", "evict": "host", "host": "64MiB", **SIZES, "read": 160}
-    shown = run(MODEL, KVPolicyConfig.parse(reach), asked()[:-30], 8, OPTIONS)
+    said = []
+    shown = run(MODEL, KVPolicyConfig.parse(reach), asked()[:-30], 8, OPTIONS, said.append)
+    assert [line.split(" ", 2)[:2] for line in said] == [["starting", "vLLM"], ["answering", "a"]] * 2
+    assert "the first of two engines" in said[0] and " again, for full attention" in said[2]
     decodes = [step for step in shown.steps if step.reads]
     assert len(decodes) == len(shown.answer) - 1 > 0 and len(shown.full) > 1
     for step in decodes:
@@ -142,6 +146,77 @@ def test_a_page_of_8000_tokens_marks_the_first_difference():
     assert len(found.blocks) == 501 and len(text) < 1_000_000
     assert found.marked == [" c", " d"] and "differ from token 3 on" in text
     assert "Both answers are the same" in page(shown._replace(full=shown.answer), "m")
+
+
+def test_answers_are_compared_by_tokens_and_a_part_of_a_character_is_marked_with_its_rest():
+    one = Shown(["q"], ["a", "", "é", "z"], ["a", "", "è", "z"], [], 16, ids=([1, 2, 3, 9], [1, 4, 5, 9]))
+    assert one.same == 1 and Page(page(one, "m")).marked == ["é", "è"]
+    alike = one._replace(full=one.answer)
+    assert alike.same == 1 and "differ from token 2 on. Their texts are alike" in page(alike, "m")
+    assert "Both answers are the same" in page(alike._replace(ids=(alike.ids[0],) * 2), "m")
+
+
+class Bytes:
+    """A tokenizer of single bytes; what is no text yet is shown as `errors` says."""
+
+    def __init__(self, errors):
+        self.errors = errors
+
+    def decode(self, ids):
+        return bytes(ids).decode(errors=self.errors)
+
+
+class Runs:
+    """Words above 255, which begin with a space that the first one drops. A run of bytes is text as a whole, or no part of it."""
+
+    def decode(self, ids):
+        words, run = [], b""
+        for each in [*ids, None]:
+            if each is not None and each < 256:
+                run += bytes([each])
+                continue
+            try:
+                words.append(run.decode())
+            except UnicodeDecodeError:
+                words.append("�" * len(run))
+            words, run = [*words, "" if each is None else f" w{each}"], b""
+        return "".join(words).removeprefix(" ")
+
+
+class Joining(Runs):
+    """A word that changes the end of the text before it."""
+
+    def decode(self, ids):
+        return super().decode(ids).replace("w300 w301", "v'")
+
+
+class Shouting(Runs):
+    """A part of a text is decoded otherwise than the whole."""
+
+    def decode(self, ids):
+        return super().decode(ids).upper() if len(ids) < 400 else super().decode(ids)
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [Bytes("replace"), Bytes("ignore"), Runs(), Joining(), Shouting()],
+    ids=lambda each: type(each).__name__,
+)
+def test_no_character_is_lost_wherever_a_token_ends(tokenizer):
+    for pad in range(1, 66):
+        for text in ("a" * pad + "日本語のテキスト" * 20, "a" * pad + "🙂é字" * 40):
+            # A character stands with the last of its bytes.
+            placed = [part for each in text for part in [""] * (len(each.encode()) - 1) + [each]]
+            if type(tokenizer) is not Shouting:
+                assert pieces(tokenizer, list(text.encode())) == placed
+    rng = random.Random(0)
+    for length in (*range(1, 100, 3), 900):
+        parts = ([300], [301], [302], *(list(each.encode()) for each in "字🙂�a"), [0xE6])
+        ids = [each for _ in range(length) for each in rng.choice(parts)]
+        if type(tokenizer) is Bytes:
+            ids = [rng.randrange(256) for _ in ids]
+        found = pieces(tokenizer, ids)
+        assert len(found) == len(ids) and "".join(found) == tokenizer.decode(ids)
 
 
 def test_pieces_of_tokens_are_the_text():

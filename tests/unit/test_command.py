@@ -234,3 +234,28 @@ def test_what_cannot_be_shown_is_said_before_an_engine_starts(run, tmp_path, opt
     status, _, line = run("show", prompt, *(word for option in given.items() for word in option))
     assert status == 2 and line.startswith(f"vllm-evict: {said}") and line.count("\n") == 1
     assert not (tmp_path / "kept.html").exists()
+
+
+def test_a_page_is_named_by_model_policy_and_its_options_and_begun_with_a_word(run, tmp_path, monkeypatch):
+    from vllm_evict.integration import show
+
+    def shown(model, config, text, max_tokens, options, say):
+        say(f"starting vLLM on {model}")
+        return show.Shown(["x"], ["y"], ["y"], [], 16)
+
+    monkeypatch.setattr(show, "run", shown)
+    (tmp_path / "prompt.txt").write_text("x")
+    policies = {
+        '{"name": "tova", "prompt": "whole"}': "model, tova prompt=whole, budget 10%",
+        "duo": "model, duo pattern",
+        "h2o-pressure": "model, h2o when=pressure",
+    }
+    for policy, title in policies.items():
+        words = ["--model", ROOT / "examples/needle/model", "--policy", policy, "--out", tmp_path / "kept.html"]
+        if policy == "duo":
+            words[3] = '{"name": "duo", "pattern": ["10", "01"], "sink": 32, "recent": 64}'
+        elif policy[0] == "{":
+            words += ["--budget", "0.1"]
+        status, said, _ = run("show", tmp_path / "prompt.txt", *words)
+        assert status == 0 and said.startswith("starting vLLM on ")
+        assert f"<title>{title}" in (tmp_path / "kept.html").read_text()

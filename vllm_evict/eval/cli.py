@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -166,7 +167,7 @@ def evaluate(
         limit=limit,
         engine_args=_object(engine_args, "--engine-args"),
     )
-    rows = run(args, lambda line: console.print(line, highlight=False, soft_wrap=True))
+    rows = run(args, _said(console))
     _tell(report.write(rows, out, console), console)
 
 
@@ -241,7 +242,7 @@ def tune(
         chat=chat,
         engine_args=_object(engine_args, "--engine-args"),
     )
-    result = run(args, lambda line: console.print(line, highlight=False, soft_wrap=True))
+    result = run(args, _said(console))
     _tell(write(result, console), console)
     raise typer.Exit(budget_bytes is None and not (result.best and result.best.confirmed))
 
@@ -277,11 +278,14 @@ def show(
     except OSError as error:
         raise EvalError(f"--out got {out}; expected a file that can be written: {error}") from None
     from ..integration.show import run
+    from .policies import budget_words, label_of
     from .show import page
 
-    shown = run(model, config, text, max_tokens, _object(engine_args, "--engine-args"))
-    out.write_text(page(shown, f"{Path(model).name}, {config.name}, budget {config.budget}"), encoding="utf-8")
-    _tell([out], wide_console())
+    console = wide_console()
+    shown = run(model, config, text, max_tokens, _object(engine_args, "--engine-args"), _said(console))
+    sized = "" if config.budget is None else f", budget {budget_words(config.budget)}"
+    out.write_text(page(shown, f"{Path(model).name}, {label_of(config)}{sized}"), encoding="utf-8")
+    _tell([out], console)
 
 
 @app.command()
@@ -303,6 +307,11 @@ def check(context: typer.Context, device: Annotated[str, typer.Option(help="The 
     from ..integration.check import main as run
 
     raise typer.Exit(run(["--device", device, *context.args]))
+
+
+def _said(console: Console) -> Callable[[str], None]:
+    """Return what prints a line for the user at once."""
+    return lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _tell(files: list[Path], console: Console) -> None:

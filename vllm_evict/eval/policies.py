@@ -156,7 +156,7 @@ def contenders(
             else:
                 config = KVPolicyConfig.parse(entry)
                 fields = {k: v for k, v in config.to_dict().items() if k != "allow"}
-                label = Path(entry).stem if not entry.startswith("{") else _label(config)
+                label = Path(entry).stem if not entry.startswith("{") else label_of(config)
             policy = POLICIES[fields["name"]]
             sized = "budget" in policy.options and not KVPolicyConfig.parse(fields).keeps_all
             for budget in budgets if budgets and sized else [fields.get("budget")]:
@@ -173,8 +173,8 @@ def contenders(
     return found
 
 
-def _label(config: KVPolicyConfig) -> str:
-    """Return the name of a JSON object's policy, and its options of scoring and splitting that are not defaults."""
+def label_of(config: KVPolicyConfig) -> str:
+    """Return a policy's name, and its options of scoring and splitting that are not defaults."""
     unsaid = {"name", "budget", "buffer", "sink", "recent", "allow", "host"}
     fields, defaults = brief(config), {"threshold": None, "sparsity": None}
     if config.allocator.splits == "classes":
@@ -184,7 +184,7 @@ def _label(config: KVPolicyConfig) -> str:
         defaults = KVPolicyConfig(name=config.name).effective()
     options = {k: str(v) for k, v in fields.items() if k not in unsaid and v != defaults.get(k)}
     if config.retrieval:
-        options["retrieval"] = _label(config.retrieval)
+        options["retrieval"] = label_of(config.retrieval)
     short = {k: v if len(v) <= LONGEST else v[:LONGEST] + "…" for k, v in options.items()}
     return " ".join([config.name, *(f"{k}={v}" for k, v in short.items())])
 

@@ -23,7 +23,8 @@ def page(shown: Shown, title: str) -> str:
     """
     steps = len(shown.steps)
     differs = shown.same < max(len(shown.answer), len(shown.full))
-    said = f"The answers differ from token {shown.same + 1} on." if differs else "Both answers are the same."
+    alike = " Their texts are alike: they have other tokens." * ("".join(shown.answer) == "".join(shown.full))
+    said = f"The answers differ from token {shown.same + 1} on.{alike}" if differs else "Both answers are the same."
     moves = [name for name in MOVES if any(counts[name] for counts in _moves(shown.steps))] or ["gone"]
     heads = "".join(f"<th>{MOVES[name]}</th>" for name in moves)
     rows = "".join(
@@ -95,7 +96,7 @@ def _blocks(shown: Shown) -> Iterator[str]:
 
 
 def _answer(texts: list[str], same: int) -> str:
-    """Return an answer with the first word that differs marked."""
-    before, first, after = texts[:same], texts[same : same + 1], texts[same + 1 :]
-    marked = f"<mark>{escape(''.join(first))}</mark>" if first else ""
-    return escape("".join(before)) + marked + escape("".join(after))
+    """Return an answer with the first token that differs marked; with one of its character, if that has several."""
+    end = next((at for at in range(same, len(texts)) if texts[at]), len(texts)) + 1
+    before, first, after = ("".join(part) for part in (texts[:same], texts[same:end], texts[end:]))
+    return escape(before) + (f"<mark>{escape(first)}</mark>" if first else "") + escape(after)

@@ -18,6 +18,8 @@ from .engine.view import EngineView
 from .start import attending
 
 R = TypeVar("R")
+#: Most tokens that `pieces` decodes again for one of them.
+WINDOW = 256
 #: Fates of a block in `ShownStep.fates`. A kept block with an importance has a digit, from 0 for the least important.
 KEPT, GONE, HOST = "k", ".", "h"
 
@@ -62,6 +64,7 @@ class Shown(NamedTuple):
         steps: in order.
         block_size: tokens.
         parts: all heads, by what became of their blocks.
+        ids: token ids of both answers; None: tokens are the same where their texts are.
     """
 
     prompt: list[str]
@@ -70,12 +73,12 @@ class Shown(NamedTuple):
     steps: list[ShownStep]
     block_size: int
     parts: Sequence[HeadSet] = (HeadSet("all layers and heads", 1, 0),)
+    ids: tuple[Sequence[int], Sequence[int]] | None = None
 
     @property
     def same(self) -> int:
-        """Leading tokens whose text both answers share."""
-        pairs = enumerate(zip(self.answer, self.full))
-        return next((at for at, (own, full) in pairs if own != full), min(len(self.answer), len(self.full)))
+        """Leading tokens that both answers share. Unlike tokens may have the same text."""
+        return _alike(*(self.ids or (self.answer, self.full)))
 
 
 class Recorder(Mechanism):
@@ -143,7 +146,14 @@ def _moved(before: str, after: str) -> bool:
     return places[: len(known)] != known or any(each != KEPT for each in places[len(known) :])
 
 
-def run(model: str, config: KVPolicyConfig, text: str, max_tokens: int, options: dict[str, Any]) -> Shown:
+def run(
+    model: str,
+    config: KVPolicyConfig,
+    text: str,
+    max_tokens: int,
+    options: dict[str, Any],
+    say: Callable[[str], object] = lambda line: None,
+) -> Shown:
     """Answer a prompt greedily under a policy and under full attention, in engines inside this process.
 
     Args:
@@ -152,6 +162,7 @@ def run(model: str, config: KVPolicyConfig, text: str, max_tokens: int, options:
         text: the prompt.
         max_tokens: most tokens of an answer.
         options: further arguments of vLLM's `LLM`.
+        say: told a line before each part that takes time.
 
     Raises:
         KVPolicyError: the policy evicts in another way, or the prompt is too long.
@@ -161,6 +172,7 @@ def run(model: str, config: KVPolicyConfig, text: str, max_tokens: int, options:
         (any(part.granularity == "token" for part in config.classes.values()), "granularity: token"),
         (config.context is not None, "a context"),
         (config.sparse_heads, "read, which full attention would follow too"),
+        (options.get("skip_tokenizer_init"), "skip_tokenizer_init, without which a page has no text"),
     ):
         if refused:
             raise KVPolicyError(
@@ -171,9 +183,13 @@ def run(model: str, config: KVPolicyConfig, text: str, max_tokens: int, options:
         policy |= {"allow": sorted({*(config.allow or ()), "full"})}
     caches = {"enable_prefix_caching": config.reconstructs}  # a second pass over the prompt hits its blocks
 
-    def served(llm: Any) -> Shown:
+    def answered(llm: Any, ids: list[int], under: str, extra_args: dict[str, Any] | None = None) -> list[int]:
+        say(f"answering a prompt of {len(ids):,} tokens under {under}")
+        return _answer(llm, ids, max_tokens, extra_args)
+
+    def served(llm: Any) -> tuple[Any, list[int], list[int], Shown]:
         tokenizer = llm.get_tokenizer()
-        ids = tokenizer(text)["input_ids"]
+        ids = list(tokenizer.encode(text))
         longest = llm.llm_engine.model_config.max_model_len
         if not text.strip() or len(ids) + max_tokens > longest:
             raise KVPolicyError(
@@ -185,28 +201,40 @@ def run(model: str, config: KVPolicyConfig, text: str, max_tokens: int, options:
         core.scheduler.mechanisms.add(recorder, last=False)
         if config.reaches:
             _watch(core.model_executor.driver_worker.worker.kv_evict.groups[0].source, recorder)
-        answer = pieces(tokenizer, _answer(llm, ids, max_tokens))
+        own = answered(llm, ids, config.name)
         steps, recorder.steps = recorder.steps, []
-        full = [] if config.reaches else pieces(tokenizer, _answer(llm, ids, max_tokens, {"kv_policy": "full"}))
-        block_size, parts = core.scheduler.kv_managers[0].block_size, _parts(core.scheduler)
-        return Shown(pieces(tokenizer, ids), answer, full, steps, block_size, parts)
+        full = [] if config.reaches else answered(llm, ids, "full attention", {"kv_policy": "full"})
+        shown = Shown([], [], [], steps, core.scheduler.kv_managers[0].block_size, _parts(core.scheduler), (own, full))
+        return tokenizer, ids, own, shown
 
-    def plain(llm: Any) -> list[str]:
-        tokenizer = llm.get_tokenizer()
-        return pieces(tokenizer, _answer(llm, tokenizer(text)["input_ids"], max_tokens))
-
-    shown = _in_engine(served, model, policy, caches | options)
+    say(f"starting vLLM on {model} under {config.name}{', the first of two engines' * config.reaches}")
+    tokenizer, ids, own, shown = _in_engine(served, model, policy, caches | options)
     if config.reaches:
-        shown = shown._replace(full=_in_engine(plain, model, {"name": "full", "allow": []}, caches | options))
-    return shown
+        say(f"starting vLLM on {model} again, for full attention: every request of the first engine moves blocks")
+        plain = {"name": "full", "allow": []}
+        full = _in_engine(lambda llm: answered(llm, ids, "full attention"), model, plain, caches | options)
+        shown = shown._replace(ids=(own, full))
+    assert shown.ids is not None
+    # The prompt before an answer changes the text of its first token.
+    answers = [pieces(tokenizer, [*ids, *each])[len(ids) :] for each in shown.ids]
+    return shown._replace(prompt=pieces(tokenizer, ids), answer=answers[0], full=answers[1])
 
 
 def _in_engine(use: Callable[[Any], R], model: str, policy: dict[str, Any], options: dict[str, Any]) -> R:
-    """Return what a function returns of an engine inside this process, which ends before the next one begins."""
+    """Return what a function returns of an engine inside this process, which ends before the next one begins.
+
+    Raises:
+        KVPolicyError: vLLM, or the plugin, refuses the model or an argument.
+    """
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    llm = LLM(model, kv_policy=policy, **options)
+    try:
+        llm = LLM(model, kv_policy=policy, **options)
+    except KVPolicyError:
+        raise
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
+        raise KVPolicyError(f"vLLM does not start on {model}: {' '.join(str(error).split())}") from None
     try:
         return use(llm)
     finally:
@@ -253,16 +281,33 @@ def _parts(scheduler: Any) -> list[HeadSet]:
     return parts
 
 
+def _alike(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return how many leading elements two sequences share."""
+    return next((at for at, pair in enumerate(zip(one, other)) if pair[0] != pair[1]), min(len(one), len(other)))
+
+
 def pieces(tokenizer: Any, ids: list[int]) -> list[str]:
-    """Return the text of each token. A character of several tokens stands with the last of them."""
-    texts, done = [], ""
-    for start in range(0, len(ids), 64):
-        # Text before a token changes its own (spaces, accents), so a few tokens before it are decoded again.
-        first = max(start - 8, 0)
-        before = tokenizer.decode(ids[first:start])
-        for end in range(start, min(start + 64, len(ids))):
-            done = tokenizer.decode(ids[first : end + 1])
-            whole = not done.endswith("�")
-            texts.append(done[len(before) :] if whole else "")
-            before = done if whole else before
+    """Return the text of each token; together they are the text of all tokens.
+
+    A character of several tokens stands with the last of them, and so does a text that the next token changes.
+    """
+    text = tokenizer.decode(ids)
+    texts: list[str] = []
+    # Tokens of a window are decoded: those of the last piece, whose text is `before`, and those after it. What comes
+    # first in a text is decoded otherwise than what follows (spaces, accents).
+    at, first, start, before = 0, 0, 0, ""
+    for end in range(1, len(ids) + 1):
+        decoded = tokenizer.decode(ids[first:end])
+        piece = decoded[len(before) :] if decoded.startswith(before) else ""
+        if end - first > WINDOW:  # the window is decoded otherwise than the whole
+            piece, first = text[at : _alike(text, tokenizer.decode(ids[:end]))], end - WINDOW // 4
+        if end == len(ids):
+            piece = text[at:]
+        elif piece and text.startswith(piece, at):
+            first, start = max(first, start), end
+            before = tokenizer.decode(ids[first:end])
+        else:
+            piece = ""
+        texts.append(piece)
+        at += len(piece)
     return texts
