@@ -3,19 +3,23 @@
 Grids follow from shapes alone, and lengths are read on the device: nothing waits for it.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from ..compute.kernels.codes import packed_tokens
+from ..compute.kernels.logits import UNKNOWN
 from ..compute.kernels.reach import OF_ROWS, SCRATCH, ReachRows, copy_reference, reach_reference  # noqa: F401  (references)
 from ..compute.kernels.signs import TILE_DIMS, TILE_QUERIES, tokens_of
+from .reach_bits import bit_logits
 from .reach_signs import indexed, of_part, sign_logits
 from .tiles import DTYPES, LOG2_E, MIN_ROWS, check_int32, require, soft_capped, with_sinks
 
-#: Blocks that a program scores at once; of signs it has 16 tokens of each.
-BOXES, SIGNED = 32, 16
+#: Blocks that a program scores at once; of signs and codes it has 16 tokens of each.
+BOXES, SIGNED, CODED = 32, 16, 4
 #: The same of tiles by signs. Queries and heads of a program, where there are many; of boxes half of them.
 TILED, MANY = 8, 64
 #: Elements of a key that are in registers at once, or half of them, or twice as many; blocks and places that other
@@ -23,8 +27,15 @@ TILED, MANY = 8, 64
 DIM, CHUNK, PLACES, COPIED = 64, 256, 64, 4096
 #: Bytes of a block of a row in what its choice is made of and in the sort: two numbers, and twice one with its order.
 OF_BLOCK = 8 + 2 * 12
+#: The tokens of blocks, from an index of a dtype and dimensions. Boxes are of blocks of any size.
+TOKENS_OF: dict[torch.dtype, Callable[[torch.Tensor, int], int]] = {
+    torch.uint8: lambda index, dims: packed_tokens(index.shape[2], dims),
+    torch.int16: tokens_of,
+}
 #: Programs that score, at most: each takes every n-th part of a row. Programs that copy one block.
 SCORING, COPYING = 1024, 4
+#: Score of a block with a logarithm that is not finite.
+UNRANKED = tl.constexpr(UNKNOWN)
 
 
 def reach(
@@ -57,12 +68,12 @@ def reach(
     check_int32(numbers=numbers, held=held, read=read, picked=picked, counts=counts, table=table, written=rows.written)
     width, most = numbers.shape[1], held.shape[1]
     heads, kv_heads, dims = query.shape[1], index.shape[1], query.shape[2]
-    signed = index.dtype == torch.int16
     require(query.dtype in DTYPES and query.stride(2) == 1, "query must be [T, H, D] with a contiguous last dimension")
     require(
         heads % kv_heads == 0 and index.is_contiguous(), "index must be dense, and query have a multiple of its heads"
     )
-    require(signed or index.shape[2] % (2 * dims) == 0, "boxes must be [n, Hkv, boxes * 2 * D]")
+    whole = index.dtype in TOKENS_OF or index.shape[2] % (2 * dims) == 0
+    require(whole, "boxes must be [n, Hkv, boxes * 2 * D]")
     require(held.stride() == read.stride() == picked.stride() == (most, 1), "held, read and picked must be dense")
     require(numbers.is_contiguous() and scores.shape == numbers.shape, "numbers and scores must be dense, of one shape")
     require(scores.is_contiguous() and scores.dtype == torch.float32, "scores must be float32 and dense")
@@ -127,10 +138,10 @@ def _score(
     tokens, asked, full, _, starts, ends, _, rooms, slots, out_rows, chooses = rows[:OF_ROWS]
     (count, width), most = keys.shape, held.shape[1]
     heads, kv_heads, dims = query.shape[1], index.shape[1], query.shape[2]
-    signed, group = index.dtype == torch.int16, heads // kv_heads
+    group, tokens_in = heads // kv_heads, TOKENS_OF.get(index.dtype)
     has_sinks, of_token = (False, 0) if sinks is None else (True, sinks.stride(0))
     for begin, end, queries in (0, rows.many, rows.most), (rows.many, count, rows.few):
-        least, kernels = _scoring(signed, dims, queries)
+        least, kernels = _scoring(index.dtype, dims, queries)
         at_once = max(SCRATCH // (4 * heads * width * queries), 1) if leads else count
         for first in range(begin, end, at_once):
             its = min(at_once, end - first)
@@ -144,9 +155,9 @@ def _score(
                     query, index, numbers, rows.written, logs, *scored, parts, least, tokens, out_rows, scale * LOG2_E,
                     *query.stride()[:2], rows.written.stride(0), rows.pool, width, heads, kv_heads,
                     GROUP=group, HEAD_DIM=dims, WORDS=index.shape[2],
-                    TOKENS=tokens_of(index, dims) if signed else 16,
+                    TOKENS=16 if tokens_in is None else tokens_in(index, dims),
                     SOFT_CAP=soft_cap * LOG2_E, TILES=tiles, ROWS=items, BLOCKS=own_blocks, DIM=dim,
-                    num_warps=warps, num_stages=2 if signed else 3,
+                    num_warps=warps, num_stages=3 if tokens_in is None else 2,
                 )  # fmt: skip
             if leads:
                 _sums[(its * queries, heads)](
@@ -159,15 +170,16 @@ def _score(
             )  # fmt: skip
 
 
-def _scoring(signed: bool, dims: int, queries: int) -> tuple[int, list[tuple[Any, bool, int, int, int, int, int]]]:
-    """Return the least queries of a tile, and the kernels that score rows of up to `queries`.
+def _scoring(of: torch.dtype, dims: int, queries: int) -> tuple[int, list[tuple[Any, bool, int, int, int, int, int]]]:
+    """Return the least queries of a tile, and the kernels that score rows of up to `queries` by an index of a dtype.
 
     Each has whether its rows are tiles, their most queries, and what a program has at once: queries and heads, blocks,
     dimensions; warps.
     """
-    if not signed:
+    if of != torch.int16:
         items = MANY // 2 if queries >= TILE_QUERIES else MIN_ROWS
-        return queries + 1, [(box_logits, False, queries, items, BOXES, DIM, 4)]
+        kernel, blocks = (bit_logits, CODED) if of == torch.uint8 else (box_logits, BOXES)
+        return queries + 1, [(kernel, False, queries, items, blocks, DIM, 4)]
     least = TILE_QUERIES if dims <= TILE_DIMS else queries + 1
     dim = min(max(triton.next_power_of_2(dims), MIN_ROWS), 2 * DIM)
     kernels = [(sign_logits, False, min(queries, least - 1), MIN_ROWS, SIGNED, dim, 4)]
@@ -244,6 +256,12 @@ def _of_boxes(
     return products
 
 
+@triton.jit
+def _is_finite(logs):
+    """Return whether numbers are neither NaN nor infinite."""
+    return (logs > float("-inf")) & (logs < float("inf"))
+
+
 @triton.jit(do_not_specialize=["base", "queries", "stride_s", "width"])
 def _sums(
     logs, lse, sinks, slots, chooses, full, counts, base, queries, tokens, stride_s, width, heads,
@@ -258,6 +276,7 @@ def _sums(
         for first in range(0, count, CHUNK):
             block = first + tl.arange(0, CHUNK)
             log = tl.load(logs + (at * heads + head) * width + block, mask=block < count, other=float("-inf"))
+            log = tl.where(_is_finite(log), log, float("-inf"))
             higher = tl.maximum(top, log)
             known = higher > float("-inf")
             total = tl.where(known, total * tl.exp2(top - higher) + tl.exp2(log - higher), total)
@@ -285,16 +304,19 @@ def _shares(
     if slot >= 0 and tl.load(chooses + row) != 0 and tl.program_id(1) * BLOCKS < count:
         here = block < count
         if LEADS:
-            score = tl.zeros([BLOCKS], tl.float32)
+            score = tl.full([BLOCKS], UNRANKED, tl.float32)
             for nth in range(tl.load(counts + row)):
-                share = tl.zeros([BLOCKS], tl.float32)
+                share, odd = tl.zeros([BLOCKS], tl.float32), tl.zeros([BLOCKS], tl.int32)
                 for first in range(0, heads, HEADS):
                     head = first + tl.arange(0, HEADS)
                     log_at, valid = (own * queries + nth) * heads + head, head < heads
                     known = valid[:, None] & here[None, :]
                     log = tl.load(logs + log_at[:, None] * width + block[None, :], mask=known, other=float("-inf"))
-                    share += tl.sum(tl.exp2(log - tl.load(lse + log_at, mask=valid, other=0.0)[:, None]), 0)
-                score = tl.maximum(score, share)
+                    finite = _is_finite(log)
+                    odd += tl.sum((known & (finite == 0)).to(tl.int32), 0)
+                    log = tl.where(finite, log - tl.load(lse + log_at, mask=valid, other=0.0)[:, None], float("-inf"))
+                    share += tl.sum(tl.exp2(log), 0)
+                score = tl.maximum(score, tl.where(odd > 0, UNRANKED, share))
             tl.store(scores + slot * width + block, score, mask=here)
         else:
             score = tl.load(scores + slot * width + block, mask=here, other=0.0)

@@ -196,7 +196,7 @@ def test_fp8_caches_match_the_dense_oracle(server, backend, tiny, monkeypatch, n
 @pytest.mark.oracle("full attention")
 @pytest.mark.both_runners("native-bound")
 @pytest.mark.parametrize(
-    "backend, fields", [on("native", "bound"), on("xqa", "signs"), on("trtllm", "bound")], indirect=["backend"]
+    "backend, fields", [on("native", "bound"), on("xqa", "bits"), on("trtllm", "bound")], indirect=["backend"]
 )
 def test_layers_reach_blocks_of_the_host(server, dense, poisoned, backend, fields):
     """Rows of tables, or indices of pages, are written by each layer."""

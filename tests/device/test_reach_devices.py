@@ -23,7 +23,7 @@ backend, server = test_device_backends.backend, test_device_backends.server
 replaying = test_full_graphs.replaying
 OPTIONS = {"block_size": 32, "blocks": 64, "max_model_len": 512, "max_num_batched_tokens": 160}
 FIELDS = {
-    "signs": {"read": 256, "hold": 1},
+    "bits": {"read": 256, "hold": 1},
     "bound": {"index": "box", "read": 160, "hold": 3, "fetch": 1, "leaders": 2},
     "prompts": {"read_prompts": 224, "hold": 3, "leaders": 2},
     "prompts-box": {"read_prompts": 224, "index": "box", "hold": 3},
@@ -31,9 +31,9 @@ FIELDS = {
 
 
 @pytest.mark.oracle("full attention")
-@pytest.mark.both_runners("triton-signs")
+@pytest.mark.both_runners("triton-bits")
 @pytest.mark.parametrize(
-    "backend, fields", [on("triton", "signs"), on("fa3", "bound"), on("fa2", "signs")], indirect=["backend"]
+    "backend, fields", [on("triton", "bits"), on("fa3", "bound"), on("fa2", "bits")], indirect=["backend"]
 )
 def test_answers_are_those_of_a_dense_model_that_chooses_for_itself(server, dense, poisoned, backend, fields):
     check_answers(server, dense, FIELDS[fields])
@@ -50,7 +50,7 @@ def check_answers(server, dense, policy):
     chosen, uses = 0, []
     for prompt, output, trace in subject.answered(random_requests((420, 12), (250, 14))):
         uses.append(output.kv_usage)
-        chosen += assert_reaches_like_dense(None, prompt, output, trace, dense=dense, **policy)
+        chosen += assert_reaches_like_dense(None, prompt, output, trace, dense=dense, tables=False, **policy)
     assert chosen > 20 // policy["hold"]
     assert_counted(uses, policy.get("fetch", 0))
     assert_nothing_left(subject)
@@ -68,7 +68,7 @@ def test_steps_replay_full_graphs_until_a_request_has_blocks_on_the_host(replayi
     stock, own, decodes = replays(subject, graphs)
     assert 20 < stock < decodes and not own and max(late)
     for (prompt, _), output, trace in zip(requests, outputs, traces):
-        assert assert_reaches_like_dense(None, prompt, output, trace, dense=dense, read=160, hold=1)
+        assert assert_reaches_like_dense(None, prompt, output, trace, dense=dense, tables=False, read=160, hold=1)
     uses = [output.kv_usage for output in outputs]
     assert_counted(uses)
     assert_nothing_left(subject)
@@ -91,7 +91,7 @@ def test_a_pool_with_room_replays_what_stock_replays(replaying, graphs, backend)
 @pytest.mark.parametrize(
     "backend, fields",
     [
-        on("triton", "signs"),
+        on("triton", "bits"),
         on("fa3", "bound"),
         on("triton", "prompts"),
         on("fa3", "prompts"),

@@ -8,6 +8,8 @@ from test_reach_kernel import DIM, HEADS, HOST, KV_HEADS, POOL, made, several_bo
 from triton_batch import DEVICE, WHERE_KERNELS_RUN, interpreter_gaps  # noqa: F401  (a fixture)
 
 from vllm_evict.compute.kernels.bounds import key_bounds
+from vllm_evict.compute.kernels.codes import pack_keys
+from vllm_evict.compute.kernels.logits import UNKNOWN
 from vllm_evict.compute.kernels.reach import ReachRows, reach_reference
 from vllm_evict.compute.kernels.signs import key_signs, parts_of
 
@@ -18,6 +20,8 @@ CASES = [
     (torch.bfloat16, key_signs, 5.0, SINKS),
     (torch.bfloat16, key_bounds, 5.0, None),
     (torch.float16, several_boxes, 0.0, SINKS),
+    (torch.float32, pack_keys, 0.0, SINKS),
+    (torch.float16, pack_keys, 5.0, None),
 ]
 
 #: Index, tokens of a block, dimensions, sinks, soft cap.
@@ -26,6 +30,7 @@ TILES = [
     (key_signs, 16, 128, torch.bfloat16, "heads", 5.0),
     (key_signs, 16, 256, torch.float16, "none", 0.0),
     (key_bounds, 32, 48, torch.bfloat16, "queries", 5.0),
+    (pack_keys, 48, 48, torch.bfloat16, "queries", 5.0),
 ]
 
 
@@ -50,7 +55,8 @@ def test_the_kernels_do_what_plain_torch_does(dtype, of_keys, soft_cap, sinks, m
     own, generator = there[3], torch.Generator().manual_seed(1)
     for step in range(7):
         query = torch.randn(7, HEADS, DIM, generator=generator).to(dtype)
-        for run, (rows, index, numbers, places, host) in ((reach_reference, known), (module.reach, there)):
+        subjects = (partial(reach_reference, tables=False), known), (module.reach, there)
+        for run, (rows, index, numbers, places, host) in subjects:
             rows.chooses[1:3] = step % 2 == 0
             if step == 6:  # no row chooses
                 rows.chooses.zero_()
@@ -87,7 +93,9 @@ def test_tiles_score_what_plain_torch_scores(of_keys, size, dim, dtype, sinks, s
     ):
         args = its, query.to(of_blocks.device), of_blocks, *known, *places, cache, pages, table, dim**-0.5, soft_cap
         run(*args, None if own is None else own.to(of_blocks.device))
-    torch.testing.assert_close(there[3][3].cpu(), state[3])
+    # What a step and a code come to is rounded to bfloat16.
+    close = {"rtol": 2e-2, "atol": 1e-5} if of_keys is pack_keys else {}
+    torch.testing.assert_close(there[3][3].cpu(), state[3], **close)
     assert (state[3] != 0).any(1).sum() == len(counts)
 
 
@@ -106,6 +114,41 @@ def test_signs_are_stored_where_their_blocks_are(dtype, tokens, dims):
     assert (index[[1, 4, 5, 6]] == 5).all()
     got, want = (parts_of(each, dims) for each in (index[blocks], want))
     assert all((one != other).sum() <= 1 + one.numel() // 1000 for one, other in zip(got, want))
+
+
+@pytest.mark.parametrize("tokens, dims", [(16, 128), (48, 48), (32, 576)])
+def test_codes_are_stored_to_the_bit(tokens, dims):
+    """One block has keys that are not finite, one a dimension that is the same in all keys."""
+    from vllm_evict.triton_kernels.reach_bits import store_codes
+
+    keys = torch.randn(5, tokens, 2, dims, generator=torch.Generator().manual_seed(0)).transpose(1, 2)
+    keys[1, 0, 3, 5], keys[1, 1, 9, 7], keys[2, :, :, 4], keys[3] = torch.nan, torch.inf, 1.5, 0
+    want, blocks = pack_keys(keys), torch.tensor([7, 0, 3, 8, 2])
+    index = torch.full((9, *want.shape[1:]), 5, dtype=torch.uint8, device=DEVICE)
+    store_codes(index, blocks.to(DEVICE), keys.to(DEVICE))
+    index = index.cpu()
+    assert (index[[1, 4, 5, 6]] == 5).all() and torch.equal(index[blocks], want)
+
+
+@pytest.mark.parametrize("of_keys", [key_signs, key_bounds, pack_keys])
+def test_a_block_with_a_key_that_is_not_finite_takes_nothing_from_others(of_keys):
+    from vllm_evict.triton_kernels.reach import reach
+
+    known = rows, index, numbers, state, _ = made(torch.float32, of_keys)
+    odd = torch.randn(2, KV_HEADS, 32, DIM)
+    odd[0, 1, 3, 5], odd[1, 0, 9, 7] = torch.nan, torch.inf
+    for row in range(len(rows.queries)):  # of each row the third block and the fifth
+        for block, of in zip((2, 4), of_keys(odd)):
+            number = int(numbers[rows.slots[row], block])
+            index[rows.pool + number if number >= 0 else rows.written[rows.out_rows[row], block]] = of
+    there, query = on_device(*known), torch.randn(7, HEADS, DIM)
+    for run, (its, of_blocks, other, (*places, cache, table), pages) in (
+        (partial(reach_reference, tables=False), known),
+        (reach, there),
+    ):
+        run(its, query.to(of_blocks.device), of_blocks, other, *places, cache, pages, table, 0.125)
+    torch.testing.assert_close(there[3][3].cpu(), state[3])
+    assert (state[3] == UNKNOWN).sum() >= 2 * len(rows.queries)
 
 
 @pytest.mark.parametrize("shape, transposed", [((2, 16, 40), False), ((3, 48, 20), True), ((16, 24), False)])

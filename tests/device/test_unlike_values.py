@@ -65,7 +65,7 @@ def test_layers_choose_what_they_read_on_the_host(server, backend, model, poison
     uses, chosen, dense = [], 0, DenseLogits(model)
     for prompt, output, trace in subject.answered(random_requests((420, 12), (250, 14))):
         uses.append(output.kv_usage)
-        chosen += assert_reaches_like_dense(None, prompt, output, trace, dense=dense, **policy)
+        chosen += assert_reaches_like_dense(None, prompt, output, trace, dense=dense, tables=False, **policy)
     assert chosen > 4
     assert_counted(uses)
     assert_nothing_left(subject)
@@ -77,7 +77,7 @@ def test_layers_choose_what_they_read_without_a_host(server, backend, model, poi
     policy = {**READ, "read": 160, "hold": 3}
     subject, chosen = server({"name": "full", **policy}, model=model, **WIDE), 0
     for answered in subject.answered(random_requests((420, 12), (100, 14))):
-        chosen += assert_reads_like_dense(None, *answered, dense=DenseLogits(model), **policy)
+        chosen += assert_reads_like_dense(None, *answered, dense=DenseLogits(model), tables=False, **policy)
     assert chosen > 4
     subject.assert_nothing_left()
 
@@ -92,7 +92,7 @@ def test_drafts_match_the_dense_oracle(server, backend, tmp_path, monkeypatch, n
 
     def check(prompt, output, trace):
         if name == "host":
-            assert assert_reaches_like_dense(None, prompt, output, trace, dense=dense, **chooses)
+            assert assert_reaches_like_dense(None, prompt, output, trace, dense=dense, tables=False, **chooses)
         else:
             assert assert_like_oracle(dense, prompt, output, trace, POLICIES["h2o"], atol=1e-4) >= 2
 

@@ -21,6 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from vllm_evict.compute.kernels.codes import packed_bytes
 from vllm_evict.compute.kernels.paged import PagedAttention
 from vllm_evict.compute.kernels.reach import ReachRows
 from vllm_evict.compute.kernels.view import View
@@ -33,6 +34,7 @@ from vllm_evict.triton_kernels import (
     put,
     query_lse,
     reach,
+    reach_bits,
     reach_signs,
     resident_view,
     take,
@@ -202,7 +204,21 @@ def replace_kernels() -> None:
         (mass_from_lse, ("_mass_from_lse",)),
         (put, ("_put",)),
         (query_lse, ("_query_lse",)),
-        (reach, ("box_logits", "sign_logits", "_sums", "_shares", "_choose", "_take_places", "_copy", "_name")),
+        (
+            reach,
+            (
+                "bit_logits",
+                "box_logits",
+                "sign_logits",
+                "_sums",
+                "_shares",
+                "_choose",
+                "_take_places",
+                "_copy",
+                "_name",
+            ),
+        ),
+        (reach_bits, ("_store_codes",)),
         (reach_signs, ("_store_signs",)),
         (resident_view, ("_resident_view",)),
         (take, ("_take",)),
@@ -231,24 +247,25 @@ def compile_bookkeeping(capability: int) -> None:
 
 
 def compile_reaching(shapes: list[tuple]) -> None:
-    """Of some shapes, by boxes and by signs, of few queries and of tiles. Blocks that are smaller or of other dtypes take no more."""
+    """Of some shapes, by each index, of few queries and of tiles. Blocks that are smaller or of other dtypes take no more."""
     lens, wide, counts = ints(ROWS), ints(ROWS, WIDTH), ints(ROWS, 3)
     rows = ReachRows(*[lens] * 11, wide, 8, 4)
     for heads, kv_heads, dim, block_size, dtype, tokens, *_ in shapes:
         words = f"{heads}/{kv_heads} heads of {dim}, blocks of {block_size}", str(dtype).removeprefix("torch.")
         boxes = torch.empty(8, kv_heads, 2 * dim, dtype=dtype)
         signs = torch.empty(8, kv_heads, dim + block_size + block_size // 16 * dim, dtype=torch.int16)
+        codes = torch.empty(8, kv_heads, packed_bytes(block_size, dim), dtype=torch.uint8)
         page = torch.empty((8, kv_heads, block_size, 2 * dim) if kv_heads > 1 else (8, block_size, dim), dtype=dtype)
         held, scores = ints(ROWS, 128), torch.empty(ROWS, WIDTH)
-        for kind, index in (("boxes", boxes), ("signs", signs)):
+        for kind, index in (("boxes", boxes), ("codes", codes), ("signs", signs)):
             Compiled.shape = ", ".join((*words, kind))
             query = torch.empty(tokens, heads, dim, dtype=dtype)
             for queries in (4, 32):
                 its = rows._replace(most=queries)
                 reach.reach(its, query, index, wide, held, held, held, scores, counts, page, page, wide, 0.1)
-        reach_signs.store_signs(
-            signs, torch.empty(3, dtype=torch.int64), torch.empty(3, kv_heads, block_size, dim, dtype=dtype)
-        )
+        filled, keys = torch.empty(3, dtype=torch.int64), torch.empty(3, kv_heads, block_size, dim, dtype=dtype)
+        reach_signs.store_signs(signs, filled, keys)
+        reach_bits.store_codes(codes, filled, keys)
     if heads != SHAPES[REACHED[-1]][0]:
         return
     Compiled.shape = "a cap and sinks"

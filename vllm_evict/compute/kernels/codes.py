@@ -116,7 +116,11 @@ def store_codes(index: torch.Tensor, blocks: torch.Tensor, keys: torch.Tensor, i
         ValueError: a shape is wrong, or a block out of range.
         TypeError: a dtype is wrong.
     """
-    if index.device.type != "cpu" or _C_cpu is None:
+    if index.device.type != "cpu":
+        from ...triton_kernels.reach_bits import store_codes as on_device
+
+        on_device(index, blocks, keys)
+    elif _C_cpu is None:
         index[blocks] = pack_keys(keys)
     else:
         _C_cpu.store_codes(index, blocks, keys.float().contiguous(), isa)

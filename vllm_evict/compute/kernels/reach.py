@@ -6,6 +6,7 @@ scores of a layer before it.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Final, NamedTuple
 
 import torch
@@ -164,6 +165,7 @@ def reach_reference(
                 if score is sign_scores and count >= TILE_QUERIES and query.shape[2] <= TILE_DIMS:
                     scores[slot, :full] = tile_scores(queries, own, scale, soft_cap, its, tables)
                 else:
+                    score = partial(score, rounded=tables) if score is bit_scores else score
                     of_each = [
                         score(one, own, scale, soft_cap, None if its is None else its[i])
                         for i, one in enumerate(queries)
