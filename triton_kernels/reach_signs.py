@@ -145,20 +145,20 @@ def _store_signs(
     total = tl.zeros([DIM], tl.float32)
     for first in range(0, TOKENS, WORD):
         total += tl.sum(tl.load(lines + first * stride_t, mask=inside[None, :], other=0.0).to(tl.float32), 0)
-    bits = _bits_of_bfloat16(total / TOKENS)
+    bits = bits_of_bfloat16(total / TOKENS)
     tl.store(own + dim, bits.to(tl.int16), mask=inside)
     centre = (bits << 16).to(tl.float32, bitcast=True)
     for first in range(0, TOKENS, WORD):
         wide = tl.load(lines + first * stride_t, mask=inside[None, :], other=0.0).to(tl.float32)
         rest = tl.where(inside[None, :], wide - centre[None, :], 0.0)
-        scales = _bits_of_bfloat16(tl.sum(tl.abs(rest), 1) / HEAD_DIM)
+        scales = bits_of_bfloat16(tl.sum(tl.abs(rest), 1) / HEAD_DIM)
         tl.store(own + HEAD_DIM + first + token, scales.to(tl.int16))
         words = tl.sum((rest >= 0).to(tl.int32) << token[:, None], 0)
         tl.store(own + HEAD_DIM + TOKENS + first // WORD * HEAD_DIM + dim, words.to(tl.int16), mask=inside)
 
 
 @triton.jit
-def _bits_of_bfloat16(numbers):
+def bits_of_bfloat16(numbers):
     """Round float32 to bfloat16, half to even, and return its bits: int32. Triton's interpreter would cut them off."""
     bits = numbers.to(tl.int32, bitcast=True)
     return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16

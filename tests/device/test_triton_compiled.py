@@ -69,8 +69,8 @@ def test_compiles_for_hopper(launches):
         pytest.skip("the form of the code is looked at once")
     assert {kernel["kernel"] for kernel in found} == {
         "_attend", "_attend_classes", "_choose", "_combine", "_combine_classes", "_compact", "_copy", "_fold",
-        "_mass_from_lse", "_name", "_put", "_query_lse", "_resident_view", "_shares", "_store_codes", "_store_signs",
-        "_sums", "_take", "_take_places", "bit_logits", "box_logits", "sign_logits",
+        "_mass_from_lse", "_moved", "_name", "_put", "_query_lse", "_resident_view", "_shares", "_store_codes",
+        "_store_signs", "_sums", "_take", "_take_places", "bit_logits", "box_logits", "sign_logits",
     }  # fmt: skip
     views = [kernel["binary"] for kernel in found if kernel["kernel"] == "_resident_view"]
     assert len(set(views)) == 2 < len(views), "once for each number of groups, whatever is wanted of them"

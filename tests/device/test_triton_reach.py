@@ -10,6 +10,7 @@ from triton_batch import DEVICE, WHERE_KERNELS_RUN, interpreter_gaps  # noqa: F4
 from vllm_evict.compute.kernels.bounds import key_bounds
 from vllm_evict.compute.kernels.codes import pack_keys
 from vllm_evict.compute.kernels.logits import UNKNOWN
+from vllm_evict.compute.kernels.moved import moved_reference
 from vllm_evict.compute.kernels.reach import ReachRows, reach_reference
 from vllm_evict.compute.kernels.signs import key_signs, parts_of
 
@@ -128,6 +129,26 @@ def test_codes_are_stored_to_the_bit(tokens, dims):
     store_codes(index, blocks.to(DEVICE), keys.to(DEVICE))
     index = index.cpu()
     assert (index[[1, 4, 5, 6]] == 5).all() and torch.equal(index[blocks], want)
+
+
+@pytest.mark.parametrize("dtype, dims", [(torch.float32, 48), (torch.bfloat16, 128)])
+def test_rows_whose_queries_have_moved_choose(dtype, dims):
+    from vllm_evict.triton_kernels.moved import moved
+
+    generator, (rows, *_) = torch.Generator().manual_seed(0), made(dtype)
+    slots = torch.tensor([2, -1, 0, 9, 1], dtype=torch.int32)
+    rows = rows._replace(slots=slots, chooses=torch.tensor([0, 0, 1, 1, 0], dtype=torch.int32))
+    asked = torch.randn(4, HEADS, dims, generator=generator).bfloat16()
+    query = torch.randn(7, HEADS + 1, dims, generator=generator).to(dtype)[:, 1:]
+    query[int(rows.queries[4])] = asked[1].to(dtype)
+    there = (
+        ReachRows(*(each.to(DEVICE) for each in rows[:12]), *rows[12:]),
+        query.to(DEVICE),
+        asked.to(DEVICE, copy=True),
+    )
+    want = moved_reference(rows, query, asked, 0.8)
+    assert want.tolist() == [1, 0, 1, 1, 0] and torch.equal(moved(*there, 0.8).cpu(), want)
+    assert torch.equal(there[2].cpu(), asked)
 
 
 @pytest.mark.parametrize("of_keys", [key_signs, key_bounds, pack_keys])

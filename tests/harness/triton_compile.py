@@ -31,6 +31,7 @@ from vllm_evict.triton_kernels import (
     decode_mass,
     fold,
     mass_from_lse,
+    moved,
     put,
     query_lse,
     reach,
@@ -202,6 +203,7 @@ def replace_kernels() -> None:
         (decode_mass, ("_attend", "_combine")),
         (fold, ("_fold",)),
         (mass_from_lse, ("_mass_from_lse",)),
+        (moved, ("_moved",)),
         (put, ("_put",)),
         (query_lse, ("_query_lse",)),
         (
@@ -263,6 +265,7 @@ def compile_reaching(shapes: list[tuple]) -> None:
             for queries in (4, 32):
                 its = rows._replace(most=queries)
                 reach.reach(its, query, index, wide, held, held, held, scores, counts, page, page, wide, 0.1)
+        moved.moved(rows, query, torch.empty(9, heads, dim, dtype=BF16), 0.8)
         filled, keys = torch.empty(3, dtype=torch.int64), torch.empty(3, kv_heads, block_size, dim, dtype=dtype)
         reach_signs.store_signs(signs, filled, keys)
         reach_bits.store_codes(codes, filled, keys)

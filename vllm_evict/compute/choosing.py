@@ -20,6 +20,7 @@ from ..config import KVPolicyConfig
 from ..core.plan import RoomOf
 from .index import BlockIndex
 from .kernels.logits import learned_sinks, logits_of
+from .kernels.moved import moved
 from .kernels.reach import OF_ROWS, SCRATCH, ReachRows, copy_blocks, reach
 from .needs import MIB, Needs
 from .parts import Capacity
@@ -84,6 +85,14 @@ class Choosing(Source, ABC):
         #: Of each slot: full blocks when it chose last, steps that have read the choice (0: it has to choose), and the
         #: step that chose.
         self._full, self._steps_of, self._chose = np.zeros((3, shape.max_requests), np.int32)
+        #: bfloat16 [layers, slots, numbers], the queries by which requests chose last in each layer, if a choice stands
+        #: until queries move (see `kernels.moved`); and which rows chose in the last layer that leads.
+        self._asked: torch.Tensor | None = None
+        if config.holds_until:
+            numbers = shape.queries // (shape.step_tokens * shape.itemsize)
+            sizes = shape.layers, shape.max_requests, numbers
+            self._asked = torch.zeros(sizes, dtype=torch.bfloat16, device=self._device)
+        self._moved: torch.Tensor | None = None
         self._steps = 0
         #: Requests that start with the step, if a connector may have loaded blocks of them.
         self._started: Set[str] = frozenset()
@@ -114,8 +123,8 @@ class Choosing(Source, ABC):
     @property
     def kept_bytes(self) -> int:
         """Bytes of the index, of rooms and of what requests have chosen."""
-        own = self._held, self._read, self._picked, self._scores, self._numbers, self.counts
-        return self.index.kept_bytes + sum(each.nbytes for each in own)
+        own = self._held, self._read, self._picked, self._scores, self._numbers, self.counts, self._asked
+        return self.index.kept_bytes + sum(each.nbytes for each in own if each is not None)
 
     @property
     def requests(self) -> Iterable[str]:
@@ -181,6 +190,13 @@ class Choosing(Source, ABC):
     ) -> None:
         """Launch `kernels.reach.reach` for one layer."""
         place, layer = call.place, call.layer
+        if self._asked is not None and rows.most:
+            if leads:
+                heads, dims = call.query.shape[1:]
+                asked = self._asked[place, :, : heads * dims].unflatten(1, (heads, dims))
+                self._moved = moved(rows, call.query, asked, self._config.holds_until)
+            if self._moved is not None:
+                rows = rows._replace(chooses=self._moved)
         reach(
             rows,
             call.query,
@@ -228,12 +244,14 @@ class Choosing(Source, ABC):
     def last_read(self, req_id: str, place: int) -> list[int]:
         """Return the blocks of the host that a request's last decode has read in one layer, ascending."""
         held, read = (each[place, self._of[req_id].slot] for each in (self._held, self._read))
-        return sorted(held[read == int(self._chose[self._of[req_id].slot])].tolist())
+        chose = int(self._chose[self._of[req_id].slot])
+        return sorted(held[read == (chose if self._asked is None else max(int(read.max()), chose))].tolist())
 
     def kernel_rows(self, batch: StepBatch, rows: np.ndarray, table: torch.Tensor) -> tuple[ReachRows, np.ndarray]:
         """Return what the kernel knows of rows that read a part of their blocks, and resident tokens they leave out.
 
-        A row chooses every `hold` steps, when it starts a block, and when blocks of it have moved. It scores the blocks
+        A row chooses every `hold` steps, or in each layer when its query has moved; and when it starts a block, or when
+        blocks of it have moved. It scores the blocks
         that verified tokens have filled, and reads all later ones. Where the host does not know how many drafts were
         accepted, it takes the least number of full blocks and the most tokens.
 
@@ -251,7 +269,7 @@ class Choosing(Source, ABC):
         padded = np.zeros((len(known), aligned(len(rows))), np.int32)
         padded[:, : len(rows)] = known
         made = to_device(padded, self._device)[:, : len(rows)].unbind()
-        most = int(known[1].max()) if known[-1].any() else 0
+        most = int(known[1].max()) if known[-1].any() or self._asked is not None else 0
         return ReachRows._make((*made, written, self._pool, most, 0, 1)), unread.astype(np.int32)
 
     def _choices(self, batch: StepBatch, rows: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -267,10 +285,11 @@ class Choosing(Source, ABC):
         lengths, counts, size = tokens[rows], batch.queries[rows], self.block_size
         sure = lengths - counts if batch.slack is None else lengths - counts - batch.slack[rows]
         full, blocks, steps = sure // size, -(-lengths // size), self._steps_of[slots]
-        chooses = (steps % self._config.hold == 0) | (full != self._full[slots])
+        chooses = (steps % self._config.holds == 0) | (full != self._full[slots])
         self._full[slots], self._steps_of[slots] = full, np.where(chooses, 1, steps + 1)
         self._chose[slots[chooses]] = self._steps
-        self._choosers = [batch.req_ids[row] for row in rows[chooses].tolist()]
+        may_choose = rows[chooses] if self._asked is None else rows
+        self._choosers = [batch.req_ids[row] for row in may_choose.tolist()]
         end = full + 1 - recent
         unread = batch.resident_tokens[rows] - lengths + (end - first - chosen) * size
         known = batch.starts[rows], counts, full, blocks, first, end, chosen, room, slots, rows, chooses

@@ -168,7 +168,13 @@ READ = (
         "step for each dimension of 32 tokens; `signs`, a bit for each number and a scale for each token (the default "
         "with `read_prompts`); `box`, the least and the largest value of each dimension",
     ),
-    Option("hold", whole(1), 8, "with `read`: decode steps that read one choice, at most"),
+    Option(
+        "hold",
+        whole(1) | real(gt=0, lt=1),
+        8,
+        "with `read`: decode steps that read one choice, at most; or, below 1, a cosine: a choice stands in a layer "
+        "until its query has a smaller one with the query that chose",
+    ),
     Option(
         "leaders",
         whole(1) | entries(whole()),

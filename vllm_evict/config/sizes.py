@@ -89,6 +89,16 @@ class Sizes(Frozen):
         return bool(self.read and self.evict != "host")
 
     @property
+    def holds(self) -> int:
+        """Most steps that read one choice."""
+        return self.hold if isinstance(self.hold, int) else 1 << 30
+
+    @property
+    def holds_until(self) -> float:
+        """The cosine of queries below which a choice ends; 0: it stands for a number of steps."""
+        return 0.0 if isinstance(self.hold, int) else float(self.hold)
+
+    @property
     def leads_by_list(self) -> bool:
         """Whether `leaders` names layers, which read all resident blocks."""
         return not isinstance(self.leaders, int)

@@ -89,6 +89,8 @@ def fits(field: str, value: Any) -> bool:
         return field in NULLABLE
     if field in CHOICES:
         return isinstance(value, str | bool) and any(value == choice for choice in CHOICES[field])
+    if field == "hold" and number is not None and 0 < number < 1:
+        return True
     if field in SIZES:
         return whole and SIZES[field][0] <= number <= SIZES[field][1] and not (field == "kernel" and number % 2 == 0)
     if field in NUMBERS:
@@ -105,7 +107,7 @@ def fits(field: str, value: Any) -> bool:
     if field in ("name", "retrieval"):
         return (isinstance(value, str) and value in NAMES) or (field == "retrieval" and isinstance(value, dict))
     if field == "leaders" and number is not None:
-        return fits("hold", value)
+        return fits("every", value)
     entry = {
         "allow": lambda each: isinstance(each, str) and each in NAMES,
         "instruction": lambda each: fits("sink", each),

@@ -51,8 +51,8 @@ class Chooser:
         ranks=1,
         size=BLOCK,
     ):
-        self.model, self.every = model, hold
-        self.index = index or ("signs" if read_prompts else "bits")
+        self.model, self.index = model, index or ("signs" if read_prompts else "bits")
+        self.every, self.until = (hold, 0.0) if isinstance(hold, int) else (1 << 30, hold)
         self.scale = getattr(model, "scale", model.head_dim**-0.5)
         self.recent, self.size = math.ceil((recent - 1) / size) + 1, size
         self.sinks, self.blocks = math.ceil(sink / size), math.ceil(read / size)
@@ -64,6 +64,7 @@ class Chooser:
         others = [layer for layer in model.full if layer >= first]
         self.leads = set(leaders) if listed else set(others[::leaders])
         self.fetch, self.rooms, self.on_host, self._shares = fetch, {}, set(), {}
+        self._moves, self._asked = {}, {}
         self.steps, self.held, self.closest, self.chosen = 0, {}, math.inf, 0
         self._resident = []
 
@@ -148,15 +149,26 @@ class Chooser:
 
         Of several queries the one counts that may pay a block the most attention.
         """
-        if layer not in self.held:
-            self.held[layer] = None
+        begins = layer not in self.held
+        if begins:
+            self.held[layer] = None if layer in self.dense else [None] * len(heads_of_ranks)
+        for rank, heads in enumerate(heads_of_ranks):
+            own = self.ranks[rank].tolist() if heads is None else heads
             if layer in self.leads:
-                for rank, heads in enumerate(heads_of_ranks):
-                    own = self.ranks[rank].tolist() if heads is None else heads
+                self._moves[rank] = begins or (self.until > 0 and self.moved(layer, rank, queries[0], own))
+                if self._moves[rank]:
+                    self._asked[layer, rank] = queries[0]
                     self._shares[rank] = self.shares(queries, keys, resident, own)
-            if layer not in self.dense:
-                self.held[layer] = [self.choose(layer, rank, resident) for rank in range(len(heads_of_ranks))]
+            if layer not in self.dense and (begins or self._moves[rank]):
+                self.held[layer][rank] = self.choose(layer, rank, resident)
         return self.held[layer]
+
+    def moved(self, layer, rank, query, heads):
+        """Whether a query of a layer has moved from the one that chose last: its mean cosine is below `hold`."""
+        both = [(query[h].double(), self._asked[layer, rank][h].bfloat16().double()) for h in heads]
+        alike = sum(float(one @ other / (one @ one).sqrt() / (other @ other).sqrt()) for one, other in both) / len(both)
+        self.closest = min(self.closest, abs(alike - self.until))
+        return alike < self.until
 
     def choose(self, layer, rank, resident):
         """The best blocks by the last shares of a rank."""
