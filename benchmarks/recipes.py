@@ -16,6 +16,7 @@ needed, as for `vllm-evict check`.
 import argparse
 import csv
 import json
+import platform
 import re
 import shlex
 import subprocess
@@ -25,6 +26,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
+from importlib.metadata import PackageNotFoundError, version
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -261,6 +263,23 @@ def answers(
     return [(command, [of(command, policy) for policy in policies]) for command in given]
 
 
+def environment(book: Path) -> str:
+    """Return what the counts depend on: the book's commit, and the versions of packages here."""
+    names = ("vllm-evict", "vllm", "transformers", "torch", "torchvision")
+    here = ", ".join(f"{name} {_version(name)}" for name in names)
+    at = subprocess.run(["git", "-C", book, "log", "-1", "--format=%h of %cs"], capture_output=True, text=True)
+    return (
+        f"Book: {at.stdout.strip() or 'no checkout of git'}. Environment: python {platform.python_version()}, {here}."
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "missing"
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("book", type=Path)
@@ -282,6 +301,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             of = [found[server, device] for device in args.devices]
             counts = [f"{sum(said[index] == 'served' for _, said in rows)} of {len(rows)}" for rows in of]
             print(f"| {server} | `{policy}` | {' | '.join(counts)} |")
+    print(f"\n{environment(args.book)}\n")
     for (server, device), rows in found.items():
         for index, policy in enumerate(args.policies):
             causes = Counter(said[index].split(": ", 1)[0][:150] for _, said in rows if said[index] != "served")

@@ -61,6 +61,8 @@ def test_commands_and_counts(recipes, tmp_path, monkeypatch, capsys):
         "| single | `h2o` | 2 of 3 |",
         "| single | `adakv` | 0 of 3 |",
     ]
+    (told,) = (line for line in said if line.startswith("Book: no checkout of git. Environment: python 3."))
+    assert "vllm 0." in told and "torchvision " in told
     assert "single, b200, adakv: 2 not served: why" in said and len(rows.read_text().splitlines()) == 4
 
 
