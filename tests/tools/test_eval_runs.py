@@ -109,6 +109,32 @@ def test_a_small_pool_makes_full_wait_and_gives_its_blocks_back(tiny):
     assert waited["full"] > 1.5 * waited["h2o"]
 
 
+def test_policies_of_whole_prompts_share_their_beginnings(tiny):
+    """A prompt is computed once for policies of its last queries; each answers and evicts as by itself."""
+    policies = ",".join(own(name, prompt="whole") for name in ("tova", "snapkv", "keydiff", "h2o"))
+    wanted = contenders(f"full,{policies}", [128])
+    prompts = Prompts(str(tiny))
+    samples = [sample_of("niah", 512, 0.5, i, count=prompts.count) for i in range(3)]
+    ((server, served),) = servers(wanted, 2048, 32)
+    assert served == wanted
+    with offline(tiny, server, "served", prompts) as backend:
+        assert backend.shares
+        shared, computed = [], []
+        for contender in wanted:
+            backend.answer(samples, contender)
+            steps = recorded_steps(backend)
+            shared.append(backend.answer(samples, contender))
+            # Of each request, those that put a beginning into the cache included, all but its decodes.
+            computed.append(max(max(taken) for taken in steps.values()))
+        backend.shares = False
+        alone = [backend.answer(samples, contender) for contender in wanted]
+    assert all(tokens <= backends.TAIL + 32 for tokens in computed[:-1]) and computed[-1] > 512
+    for contender, its, own_answers in zip(wanted, shared, alone, strict=True):
+        for answer, by_itself in zip(its, own_answers, strict=True):
+            assert (answer.text, answer.evicted_tokens) == (by_itself.text, by_itself.evicted_tokens), contender
+            assert (answer.evicted_tokens or 0) == 0 if contender.label == "full" else answer.evicted_tokens >= 384
+
+
 def offline(model, server, setting, prompts):
     """Context of an `Offline` backend of small chunks and batches."""
     sizes = {"chunk": 128, "batch": 3, "block_size": 32}

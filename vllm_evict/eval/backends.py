@@ -11,8 +11,12 @@ The tokens that policies have seen when they decide are a setting. Results of tw
                this setting; it lies between the other two.
 
 For `agnostic` a second request that hits the prefix of a first one would not work: blocks that were computed before the
-first eviction stay in the prefix cache when they are evicted, so the second request would hit them. For the same reason
-prompts never share a prefix cache here: a policy would hit blocks that the policy before it had computed.
+first eviction stay in the prefix cache when they are evicted, so the second request would hit them.
+
+In `served` a server that evicts whole prompts only (`prompt: whole`) computes a prompt once for all its contenders.
+They hit the beginning of it in the prefix cache, and compute the last `TAIL` tokens. Contenders that score by older
+queries than these compute all of it. Under other servers prompts never share a prefix cache: a policy would hit blocks
+that the policy before it had computed.
 
 A policy that reconstructs prompts (`kvzip`) first gets the context alone (or the whole prompt, if the setting shows the
 question) and repeats it. Then the prompt is computed again from its first token, chunk by chunk, and blocks are evicted
@@ -32,6 +36,7 @@ from typing import Any
 
 from .. import __version__
 from ..config import KVPolicyConfig
+from ..policies.base import RUNNING
 from . import EvalError
 from .policies import Contender, brief
 from .prompts import Prompts
@@ -39,6 +44,8 @@ from .sessions import Sessions
 from .tasks import NLL, Sample
 
 SETTINGS = ("agnostic", "aware", "turns", "served")
+#: Tokens at the end of a prompt that each contender computes itself.
+TAIL = 64
 #: Bytes of KV cache on a CPU, if the user gives none.
 CPU_CACHE = 1 << 30
 
@@ -127,14 +134,16 @@ class Offline:
         from vllm.platforms import current_platform
 
         self.prompts, self.setting = prompts, setting
+        #: Whether contenders share the beginnings of prompts.
+        self.shares = setting == "served" and server.prompt == "whole" and "full" in server.allowed
         #: Salts of the prompts that were reconstructed.
         self._known: set[str] = set()
         options: dict[str, Any] = {
             "block_size": block_size,
             # A session holds its place between two turns.
             "max_num_seqs": max(batch, 2) if server.reconstructs or setting == "turns" else batch,
-            # Prompts are reconstructed from the prefix cache. No measured request reads it.
-            "enable_prefix_caching": server.reconstructs,
+            # Prompts are reconstructed from the prefix cache. Measured requests read it where they share.
+            "enable_prefix_caching": server.reconstructs or self.shares,
             "disable_log_stats": False,
             "seed": 0,
             **self.chunking(setting, chunk, batch, model_length(model)),
@@ -179,13 +188,16 @@ class Offline:
             # vLLM does not cut the prompt of a single request into chunks.
             return self.answer([*samples, *samples], contender)[:1]
         prompts = [{"prompt_token_ids": self.prompts.ids(sample)} for sample in samples]
+        shares = self.shares and _asks_last(contender.config)
+        if shares:
+            self._compute_once(prompts)
         params = [
             SamplingParams(
                 temperature=0,
                 max_tokens=sample.max_tokens,
                 prompt_logprobs=0 if sample.metric == NLL else None,
                 extra_args=contender.xargs,
-                skip_reading_prefix_cache=True,
+                skip_reading_prefix_cache=not shares or sample.metric == NLL,
             )
             for sample in samples
         ]
@@ -197,6 +209,16 @@ class Offline:
             start = time.perf_counter()
             outputs = self.llm.generate(prompts, params, use_tqdm=False)
         return timed([self._read(output) for output in outputs], time.perf_counter() - start)
+
+    def _compute_once(self, prompts: Sequence[dict[str, Any]]) -> None:
+        """Put the prompts without their last `TAIL` tokens into the prefix cache, those that are not there."""
+        from vllm import SamplingParams
+
+        beginnings = [prompt["prompt_token_ids"][:-TAIL] for prompt in prompts]
+        params = SamplingParams(temperature=0, max_tokens=1, extra_args={"kv_policy": "full"})
+        wanted = [{"prompt_token_ids": ids} for ids in beginnings if ids]
+        if wanted:
+            self.llm.generate(wanted, params, use_tqdm=False)
 
     def generate(self, prompts: Sequence[Any], most: Sequence[int], contender: Contender) -> list[Any]:
         """Return vLLM's outputs of greedy requests that run at once, when the engine has no work left, audits included.
@@ -317,6 +339,12 @@ def _refusals(contender: Contender) -> Iterator[None]:
         yield
     except (ValueError, VLLMValidationError) as error:  # vLLM 0.32: no ValueError
         raise EvalError(f"{contender}: {one_line(error)}") from None
+
+
+def _asks_last(config: KVPolicyConfig) -> bool:
+    """Return whether scores depend on nothing but the cache and the queries of the last `TAIL` tokens of a prompt."""
+    measured = config.policy.measures & RUNNING
+    return not measured or (config.accumulate == "last" and config.window <= TAIL)
 
 
 def check_model(model: str) -> None:

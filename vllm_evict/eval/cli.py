@@ -30,7 +30,8 @@ app = typer.Typer(
 app.add_typer(heads, name="heads")
 TASK_HELP = (
     f"Built-in tasks ({', '.join(TASKS)}), and benchmarks from a file or the Hub: ruler=FILE, longbench=FILE, "
-    "2stageretr=FILE, ruler=hf:OWNER/NAME/CONFIG."
+    "2stageretr=FILE, ruler=hf:OWNER/NAME/CONFIG. RULER's tasks are also made, of a folder of texts (.txt): "
+    "ruler=FOLDER, or one of them: ruler/niah_single_2=FOLDER."
 )
 
 

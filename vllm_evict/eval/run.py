@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ..config import KVPolicyConfig
-from . import EvalError, external
+from . import EvalError, external, ruler
 from .backends import SETTINGS, Answer, Offline, block_size_of, check_model, model_length
 from .policies import Contender, contenders, servers
 from .prompts import Prompts
@@ -21,6 +21,9 @@ from .score import score
 from .served import Http
 from .tasks import ALONE, MOST_TURNS, NLL, SEVERAL, TASKS, Sample, make
 from .words import HAYSTACKS, Filler
+
+#: RULER's tasks that are made from a folder of texts.
+RULER = [f"ruler/{subset}" for subset in ruler.SUBSETS]
 
 
 @dataclass(frozen=True)
@@ -152,7 +155,12 @@ def _work(args: RunOptions, job: Job, cells: list[Cell], rows: ResultRows, bar: 
         for cell in {cell.case.task: cell for cell in reversed(cells)}.values():
             backend.answer([cell.case.sample()], cell.contender)  # warm-up for the timing of the first rows
         measured: set[tuple[Contender, int, str]] = set()
-        for batch in batches(cells, args.batch):
+        runs = list(batches(cells, args.batch))
+        if isinstance(backend, Offline) and backend.shares:
+            # A prompt's beginning is still cached when the next contender asks it.
+            order = {case: i for i, case in enumerate(dict.fromkeys(cell.case for cell in cells))}
+            runs.sort(key=lambda batch: order[batch[0].case])
+        for batch in runs:
             contender, case = batch[0].contender, batch[0].case
             bar.set_description(f"{job.setting}, {contender}, {case.task}")
             samples = [cell.case.sample() for cell in batch]
@@ -183,11 +191,12 @@ def _at_equal_memory(
 
     The pool has room for the budget and a chunk of every request, and for the longest prompt with its answer. There are
     no fields for requests without a budget, for engines that cannot serve `full` or run in a process of their own, for
-    sessions (which hold their blocks while they wait), and for prompts that are reconstructed.
+    sessions (which hold their blocks while they wait), and for prompts that are reconstructed or begin in the prefix
+    cache.
     """
     if job.full is None or not isinstance(backend, Offline) or backend.scheduler is None or job.setting == "turns":
         return {}
-    if contender.config.policy.reconstructs or not answers[0].budget_tokens:
+    if backend.shares or contender.config.policy.reconstructs or not answers[0].budget_tokens:
         return {}
     longest = max(
         (answer.prompt_tokens or 0) + sample.max_tokens for answer, sample in zip(answers, samples, strict=True)
@@ -233,8 +242,11 @@ def check(args: RunOptions, settings: tuple[str, ...]) -> None:
             raise EvalError(f"unknown setting {setting!r}; choose from: {', '.join(SETTINGS)}")
     for task in args.tasks:
         name, _, source = task.partition("=")
-        if source and name not in external.BENCHMARKS:
-            raise EvalError(f"unknown benchmark {name!r}; there are: {', '.join(external.BENCHMARKS)}")
+        benchmark, _, subset = name.partition("/")
+        if source and benchmark not in external.BENCHMARKS:
+            raise EvalError(f"unknown benchmark {benchmark!r}; there are: {', '.join(external.BENCHMARKS)}")
+        if subset and (name not in RULER or not ruler.is_texts(source)):
+            raise EvalError(f"{task} got a part of a benchmark; expected {', '.join(RULER)}, of a folder of .txt files")
         if not source and name in external.BENCHMARKS:
             raise EvalError(f"benchmark {name!r} needs its data: {name}=FILE or {name}=hf:OWNER/NAME/CONFIG")
         if not source and name not in TASKS:
@@ -316,17 +328,27 @@ def _itself(sample: Sample) -> Sample:
 
 def all_cases(args: RunOptions, count: Callable[[str], int]) -> list[Case]:
     """Return every sample of every task. Reads external data, so that a wrong row is refused before anything runs."""
-    found = []
+    found: list[Case] = []
     for task in args.tasks:
         name, _, source = task.partition("=")
-        if source:
+        if source and name.startswith("ruler") and ruler.is_texts(source):
+            found += _of_texts(args, name, source, count)
+        elif source:
             for sample in external.load(name, source, args.limit, args.seed):
                 made = functools.partial(_itself, sample)
                 found.append(Case(sample.task, sample.length, None, sample.index, made, sample.sha256))
-            continue
-        for haystack, length in itertools.product(args.haystacks, args.lengths):
-            found += _built_in(args, name, haystack, length, count)
+        else:
+            for haystack, length in itertools.product(args.haystacks, args.lengths):
+                found += _built_in(args, name, haystack, length, count)
     return found
+
+
+def _of_texts(args: RunOptions, name: str, folder: str, count: Callable[[str], int]) -> Iterator[Case]:
+    """Yield the cases of one task of RULER, or of all, in a folder of texts."""
+    digest = ruler.read(folder).sha256
+    for task, length, index in itertools.product([name] if "/" in name else RULER, args.lengths, range(args.samples)):
+        maker = functools.partial(ruler.make, task.partition("/")[2], folder, length, index, args.seed, count)
+        yield Case(task, length, None, index, functools.cache(maker), digest)
 
 
 def _built_in(args: RunOptions, name: str, haystack: str, length: int, count: Callable[[str], int]) -> Iterator[Case]:

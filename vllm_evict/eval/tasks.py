@@ -293,7 +293,7 @@ def make(
         raise EvalError(f"length {length} is too short for task {task!r}: its facts alone are {smallest} tokens")
     sample = Sample(
         task=task,
-        context=context(_fit(lambda n: count(context(n)), length, len(words))),
+        context=context(fit(lambda n: count(context(n)), length, len(words))),
         question="",
         answers=(),
         metric=NLL if is_text else document.metric,
@@ -311,7 +311,7 @@ def make(
     return replace(turns[0], later=tuple(turns[1:]))
 
 
-def _fit(tokens: Callable[[int], int], wanted: int, most: int) -> int:
+def fit(tokens: Callable[[int], int], wanted: int, most: int) -> int:
     """Return the smallest n up to `most` with tokens(n) >= wanted, for a count that grows about evenly with n."""
     low, high, guess = 1, most, wanted
     while low < high:
