@@ -46,10 +46,11 @@ def test_rows_of_other_loads_are_those_of_their_files(to_json, name):
     assert f"| {cells[0]} | {cells[1]} |" in (ROOT / "docs/results.md").read_text()
 
 
-def test_what_waits_is_that_of_its_file(to_json):
+@pytest.mark.parametrize("name", ["burst", "burst-long"])
+def test_what_waits_is_that_of_its_file(to_json, name):
     import burst
 
-    report = json.loads((ROOT / "benchmarks/results/performance/burst.json").read_text())
+    report = json.loads((ROOT / f"benchmarks/results/performance/{name}.json").read_text())
     assert burst.table(report) in (ROOT / "docs/results.md").read_text()
 
 
