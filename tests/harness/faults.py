@@ -274,6 +274,13 @@ MUTANTS = [
         ("guarantee", "pressure", "load_scheduler"),
     ),
     Mutant(
+        "pressure takes blocks in a step that publishes",
+        "core/mechanisms/pressure.py",
+        "if publishes or not blocks.started",
+        "if not blocks.started",
+        ("pressure -k published", "hybrids -k end"),
+    ),
+    Mutant(
         "pressure goes below the floor",
         "core/mechanisms/pressure.py",
         "left[owner[at]] -= 1",
@@ -442,8 +449,8 @@ MUTANTS = [
     Mutant(
         "a request whose blocks go to another engine loses some",
         "integration/engine/admission.py",
-        "if hands_on(scheduler.vllm_config, request.kv_transfer_params):",
-        "if False:",
+        "if not handed_on:",
+        "if True:",
         ("handing_on -k whole",),
     ),
     Mutant(

@@ -15,6 +15,8 @@ from packaging.version import Version
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 from vllm.exceptions import VLLMValidationError
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
 pytestmark = pytest.mark.minutes
 
@@ -60,7 +62,7 @@ def engines(engine, kind, tmp_path, monkeypatch, poisoned):
 
     def made(policy, **kwargs):
         ensure_kv_transfer_shutdown()  # the process has one connector for all engines
-        return engine(policy, **options, **kwargs)
+        return engine(policy, **{**options, **kwargs})
 
     yield made
     ensure_kv_transfer_shutdown()
@@ -104,6 +106,27 @@ def test_a_server_that_only_prefills_is_stock_vllm(engines, kind):
     assert own == stock and there.keys() == here.keys() == {*map(tuple, sent)}
     for prompt, contents in here.items():
         assert all(map(torch.equal, contents, there[prompt]))
+
+
+@pytest.mark.parametrize("kind", ["states"], indirect=True)
+def test_no_policy_takes_blocks_that_go_on(engines, kind, monkeypatch):
+    """In the smallest pool that starts the longest prompt goes on whole. Where it would not fit, none of it goes on."""
+    monkeypatch.setattr(MambaMixer2, "get_kv_cache_spec", MambaBase.get_kv_cache_spec)  # see test_hybrids.whole_chunks
+    options = dict(kv_transfer_config=BOTH, enable_prefix_caching=True, max_num_batched_tokens=256, max_model_len=1024)
+    server, prompt = engines(POLICY, blocks=1024 // 32 + 2 + 1, **options), random_prompt(1023)
+    states = [each for each in server.all_managers if each not in server.managers]
+    sizes = [each.kv_cache_spec.max_memory_usage_bytes(server.scheduler.vllm_config) for each in states]
+    assert [each.most_blocks(1024) for each in states] == [
+        size // each.kv_cache_spec.page_size_bytes for each, size in zip(states, sizes)
+    ]
+    (output,) = handed_on(server, [prompt]).values()
+    assert output.kv_usage.evicted_blocks == 0 and output.kv_usage.policy == "full"
+    monkeypatch.setattr(server.scheduler.hits, "room_for", lambda *args, **kwargs: 31)
+    Shelf.prompts = {}
+    server.add(prompt, max_tokens=1, extra_args=HANDS_ON)
+    (output,) = server.run().values()
+    assert output.kv_usage.evicted_blocks > 20 and not Shelf.prompts
+    server.assert_nothing_left()
 
 
 @pytest.mark.both_runners("full attention", "EAGLE-3")

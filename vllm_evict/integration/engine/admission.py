@@ -60,13 +60,15 @@ class Admission:
     def _granted(self, request: Request, asked: dict[str, Any]) -> KVPolicyConfig:
         """Return the policy of a request with these arguments and this prompt so far.
 
-        A request whose blocks go to another engine loses none.
+        A request whose blocks go to another engine loses none. If it does not fit the pool with all of them, none of
+        its blocks go on.
         """
         scheduler, block_size = self._scheduler, self._managers[0].block_size
+        handed_on = hands_on(scheduler.vllm_config, request.kv_transfer_params)
         try:
-            config = scheduler.kv_policy.for_request(asked, request.num_prompt_tokens, block_size)
-            if hands_on(scheduler.vllm_config, request.kv_transfer_params):
-                config = KVPolicyConfig(name="full")
+            config = KVPolicyConfig(name="full")
+            if not handed_on:
+                config = scheduler.kv_policy.for_request(asked, request.num_prompt_tokens, block_size)
             longest = self._hits.longest_table(request)
             room = self._hits.room_for(longest) // len(self._managers)
             scheduler.kv_policy.check_room(
@@ -80,6 +82,10 @@ class Admission:
             )
             return config
         except KVPolicyError as error:
+            if handed_on:
+                request.kv_transfer_params = {**request.kv_transfer_params, "do_remote_decode": False}
+                logger.warning("request %s: none of its blocks go to another engine: %s", request.request_id, error)
+                return self._granted(request, asked)
             # The front end refuses wrong arguments. One that it did not see must not end the engine. A session's sizes
             # may be valid only once its prompt has grown.
             sizes = request.resumable and not asked.keys().isdisjoint(REQUEST_SIZES)

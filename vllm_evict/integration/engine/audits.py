@@ -27,6 +27,7 @@ from ...core.mechanisms import Mechanism, Metric, Step
 from ...core.plan import SCORED, EvictionPlan, Reports, ScoredRows, Scoring
 from ..start.capabilities.refuse import measures_mass
 from .hits import Hit
+from .managers import most_beside
 from .reconstruction import Reconstructions
 from .shadows import Shadow, ShadowRequests
 from .view import EngineView
@@ -293,8 +294,7 @@ class Audits(Mechanism):
     def _needed(self, answer: AuditedAnswer) -> int:
         """Return the blocks that the shadow of an answer takes at most."""
         tokens, (manager,) = answer.request.num_tokens, self._scheduler.kv_managers
-        beside = sum(each.most_blocks(tokens) for each in self._scheduler.other_managers)
-        return int(math.ceil(tokens / manager.block_size) + beside)
+        return math.ceil(tokens / manager.block_size) + most_beside(self._scheduler.other_managers, tokens, hit=True)
 
     def _add(self, answer: AuditedAnswer, needed: int) -> None:
         # The answer's last token predicts nothing that was served.

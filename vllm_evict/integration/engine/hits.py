@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from vllm.v1.request import Request
 
+from .managers import most_beside
 from .view import EngineView
 
 
@@ -81,7 +82,7 @@ class Hits:
     def _longest_hit(self, request: Request) -> int:
         """Return the tokens of a cached prefix that an otherwise empty pool can hold beside the other blocks."""
         longest, block_size = self.longest_table(request), self._managers[0].block_size
-        pool, whole = self.room_for(longest), math.ceil(longest / block_size)
+        pool, whole = self.room_for(longest, hit=True), math.ceil(longest / block_size)
         groups = list(zip(self._managers, self._scheduler.blocks_of(request.request_id)))
 
         def most_held(hit: int) -> int:
@@ -89,11 +90,15 @@ class Hits:
 
         return max(bisect.bisect_right(range(whole + 1), pool, key=most_held) - 1, 0) * block_size
 
-    def room_for(self, longest: int) -> int:
-        """Return the blocks of an otherwise empty pool for the groups with holes of a request of so many tokens."""
+    def room_for(self, longest: int, hit: bool = False) -> int:
+        """Return the blocks of an otherwise empty pool for the groups with holes of a request of so many tokens.
+
+        Args:
+            longest: tokens.
+            hit: whether the request starts from a cached prefix.
+        """
         # One block is vLLM's null block.
-        pool = self._cache.block_pool.num_gpu_blocks - 1
-        return int(pool - sum(manager.most_blocks(longest) for manager in self._others))
+        return int(self._cache.block_pool.num_gpu_blocks - 1 - most_beside(self._others, longest, hit))
 
     def longest_table(self, request: Request) -> int:
         """Return the tokens for which a request may have slots at most."""

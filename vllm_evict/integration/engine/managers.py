@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,8 @@ def hole_aware(manager: Any) -> Any:
         residents: dict[str, RequestBlocks]
         #: Whether the group publishes whole blocks alone: no states, and no block that a prompt's end fills in part.
         whole_blocks = False
+        #: Blocks that a request which starts from a prefix holds on top.
+        copied = 0
 
         def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
             # Blocks computed after the first eviction, or by a decode that reads less, saw a reduced context, so they
@@ -68,13 +70,19 @@ def hole_aware(manager: Any) -> Any:
 class StateManager(hole_aware(MambaManager)):  # type: ignore[misc]  # a class made at import
     """vLLM's manager for states (Mamba, linear attention, short convolutions), beside layers that may have holes."""
 
+    @property
+    def copied(self) -> int:
+        """Blocks that a request holds beside `most_blocks` if it starts from a prefix: a copy of the state there."""
+        return int(self.mamba_cache_mode == "align")
+
     def most_blocks(self, tokens: int) -> int:
-        """Return the most blocks that a request of this length holds, in flight included."""
+        """Return the most blocks that a request of this length holds, in flight included, if it starts from nothing:
+        those of which vLLM sizes its pool.
+        """
         spec, blocks = self.kv_cache_spec, math.ceil(tokens / self.block_size) + self.num_speculative_blocks
         if self.mamba_cache_mode != "align":
             return blocks
-        # Two states, beside a copy of the state at which a hit ends.
-        return min(blocks, 2 + self.num_speculative_blocks + spec.num_prefill_checkpoint_blocks) + 1
+        return min(blocks, 2 + self.num_speculative_blocks + spec.num_prefill_checkpoint_blocks)
 
     def publish_end(self, request: Request) -> None:
         """Publish the state after the last pure token, where it is the state of a whole block.
@@ -133,6 +141,17 @@ BESIDE: dict[type, type] = {
     ChunkedLocalAttentionManager: ChunkManager,
     MambaManager: StateManager,
 }
+
+
+def most_beside(managers: Iterable[Any], tokens: int, hit: bool) -> int:
+    """Return the most blocks that a request holds in KV groups without holes.
+
+    Args:
+        managers: of these groups.
+        tokens: of the request.
+        hit: whether it starts from a cached prefix.
+    """
+    return sum(each.most_blocks(tokens) + hit * each.copied for each in managers)
 
 
 def put_beside(manager: SingleTypeKVCacheManager, residents: dict[str, RequestBlocks]) -> None:

@@ -26,7 +26,7 @@ from ...environment import poison_mode
 from ..start.attending import kv_heads
 from .allocation import take_from_host
 from .hits import Hit
-from .managers import FROM_HOST
+from .managers import FROM_HOST, most_beside
 from .outdated import Outdated
 from .spec import alike_bytes, covers, host_blocks
 from .view import EngineView
@@ -230,7 +230,7 @@ class Reaching(Staging):
             return limits.trigger
         # Blocks that other requests hold are shared.
         needed = sum(block is None or block.ref_cnt == 0 for block, _ in found)
-        beside = sum(manager.most_blocks(request.num_tokens) for manager in self._scheduler.other_managers)
+        beside = most_beside(self._scheduler.other_managers, request.num_tokens, hit=True)
         fits = needed + self._manager.in_flight + beside <= self.view.free_blocks
         return len(found) if fits else limits.budget
 
