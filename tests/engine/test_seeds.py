@@ -44,7 +44,7 @@ def test_turns_of_a_session_that_the_plugin_cuts(request, make):
         planned.clear()
         sessions.send("s", random_prompt(tokens, turn), answer, temperature=1.0, seed=4)
         if turn == 1:
-            server.scheduler.admission._start_over(server.scheduler.requests["s"])
+            server.scheduler.admission.start_over(server.scheduler.requests["s"])
         sessions.run()
         draws += answer
         assert len(sessions.answers["s"][turn][0]) == answer

@@ -13,6 +13,7 @@ from parity import TOKEN_TIE, assert_logprobs, assert_tokens_like_oracle, token_
 from parts import Drawn, batch_of, orders_of
 
 from vllm_evict.compute.compaction import compact
+from vllm_evict.compute.mass import TokenMass
 from vllm_evict.compute.tokens import TokenSums
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.core.actions import Compaction
@@ -188,6 +189,37 @@ def test_without_room_for_copies_a_request_takes_its_own_out_of_the_prefix_cache
     (output,), (trace,) = server.traced([(prompt, {"max_tokens": 39, "logprobs": 1})])
     assert tried and min(free for free, _ in tried) < 2 and all(done for _, done in tried)
     assert_tokens_like_oracle(dense, prompt, output, trace, POLICIES["knorm"])
+    server.assert_nothing_left()
+
+
+#: Blocks of the pool, most requests, tokens of a prefix that all prompts share.
+CROWDS = {"longer than bounds": (512, 4, 1760), "in a small pool": (60, 8, 192)}
+
+
+@pytest.mark.parametrize("crowd", CROWDS)
+def test_sums_fit_what_is_set_aside_whatever_requests_share(engine, model, crowd):
+    """Set aside is a page for each block of the pool, or of requests at their bounds; those that share have one each."""
+    blocks, requests, shared = CROWDS[crowd]
+    options = dict(model=model, blocks=blocks, max_num_seqs=requests, enable_prefix_caching=True)
+    server = engine({**POLICIES["h2o"], "allow": ["full"]}, **options)
+    (probe,), prefix, in_use = (
+        [each for each in server.runtime.probes if isinstance(each, TokenMass)],
+        prompt_of(shared),
+        [],
+    )
+    set_aside = min(blocks, probe._most_blocks)
+
+    def look(server):
+        in_use.append(int(probe.sums._held.sum()))
+        assert in_use[-1] <= set_aside
+
+    server.generate([prefix], max_tokens=1, extra_args={"kv_policy": "full"})
+    for seed in range(1, 9):
+        server.add([*prefix, *prompt_of(40, seed)], max_tokens=150)
+    outputs = server.run(look).values()
+    assert len(outputs) == 8 and all(output.kv_usage.evicted_blocks for output in outputs)
+    assert all(output.num_cached_tokens == shared for output in outputs)
+    assert max(in_use) > set_aside // 2
     server.assert_nothing_left()
 
 

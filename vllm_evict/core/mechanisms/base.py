@@ -199,6 +199,10 @@ class Mechanism(ABC):
     def before_schedule(self) -> None:  # noqa: B027
         """Prepare for the step that vLLM is about to schedule."""
 
+    def limit_hit(self, request: Any, most: int) -> int:
+        """Return how many tokens of a cached prefix a request may start with, of the `most` that the pool can hold."""
+        return most
+
     def on_hit(self, request: Any, hit: Any) -> Any:
         """Return the prefix that a request starts with, in place of what vLLM found in the prefix cache."""
         return hit

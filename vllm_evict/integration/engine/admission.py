@@ -131,14 +131,14 @@ class Admission:
         over = [(each, each.residents[req_id]) for each in self._managers if each.exceeds(req_id)]
         over = [(manager, blocks) for manager, blocks in over if blocks.evictable]
         if any(blocks.config.granularity == "token" or blocks.config.context for _, blocks in over):
-            self._start_over(session)
+            self.start_over(session)
             return
         for manager, blocks in over:
             action = back_to_budget(req_id, manager.number, blocks, session.num_computed_tokens, None)
             if action is not None:
                 self._scheduler.apply(action)
 
-    def _start_over(self, session: Request) -> None:
+    def start_over(self, session: Request) -> None:
         """Free all blocks of a session between two turns, which is computed again from its first token on."""
         scheduler, req_id = self._scheduler, session.request_id
         scheduler._free_request_blocks(session)
@@ -169,7 +169,7 @@ class Admission:
             return
         for session in reversed(order[1:]):
             if not session.num_in_flight_tokens and self._managers[0].req_to_blocks.get(session.request_id):
-                self._start_over(session)
+                self.start_over(session)
                 self._empty_steps = 0
                 return
 

@@ -41,7 +41,8 @@ class Hits:
 
     def cut(self, request: Request, hit: Hit) -> Hit:
         """Return the hit of a request, cut so that the pool can hold it beside the first chunk."""
-        most, blocks = self._longest_hit(request), self._managers[0].residents[request.request_id]
+        most = self._scheduler.mechanisms.passed("limit_hit", self._longest_hit(request), request)
+        blocks = self._managers[0].residents[request.request_id]
         limited = blocks.limits is not None
         # A request that starts with pure tokens is a shadow: it has to compute the tokens after these.
         if not blocks.started and blocks.pure_tokens is not None:

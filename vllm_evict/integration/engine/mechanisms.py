@@ -9,10 +9,11 @@ from .pressure import PoolRelief
 from .reaching import Reaching
 from .reconstruction import Reconstructions
 from .shadows import ShadowRequests
+from .token_pages import TokenPages
 
 #: In the order in which their hooks are called. `Outdated` comes before what keeps what was computed, `ShadowRequests`
 #: after what begins shadows.
 KINDS: tuple[type[Mechanism], ...] = (
-    Poison, Reads, WholePrompts, PoolRelief, Profiles, Budget, SharedBudget, Outdated, Reaching, Context,
+    Poison, Reads, TokenPages, WholePrompts, PoolRelief, Profiles, Budget, SharedBudget, Outdated, Reaching, Context,
     Reconstructions, Audits, ShadowRequests,
 )  # fmt: skip

@@ -89,6 +89,12 @@ def most_blocks(vllm_config: VllmConfig, config: KVPolicyConfig, block_size: int
     return bound + math.ceil((vllm_config.max_in_flight_tokens + lookahead(vllm_config)) / block_size) + 1
 
 
+def most_held(vllm_config: VllmConfig, config: KVPolicyConfig, block_size: int) -> int:
+    """Return the most blocks that a request under a policy holds; under pressure it may hold all of its blocks."""
+    most = math.ceil(vllm_config.model_config.max_model_len / block_size)
+    return most if config.when == "pressure" else min(most, most_blocks(vllm_config, config, block_size))
+
+
 def covers(group: KVCacheGroupSpec, other: KVCacheGroupSpec) -> bool:
     """Return whether the layers of a KV group have all bytes that another group has in its blocks.
 

@@ -24,6 +24,7 @@ class EngineView(SchedulerView, Protocol):
         kv_managers: managers of the KV groups that may have holes, in the order of `Group.number`.
         other_managers: those of sliding windows, of chunks and of states.
         tally: counts for /metrics.
+        hits, admission: `Hits` and `Admission`.
         seats: counts the slots of workers that requests hold.
         residents: request -> its blocks in the first KV group that may have holes.
         others: vLLM's own.
@@ -32,6 +33,8 @@ class EngineView(SchedulerView, Protocol):
     kv_managers: list[EvictableManager]
     other_managers: list[SlidingManager | ChunkManager | StateManager]
     tally: Tally
+    hits: Any
+    admission: Any
     seats: Seats
 
     vllm_config: VllmConfig
@@ -70,3 +73,5 @@ class EngineView(SchedulerView, Protocol):
     def get_num_unfinished_requests(self) -> int: ...
 
     def _free_request_blocks(self, request: Request) -> None: ...
+
+    def _preempt_request(self, request: Request, timestamp: float) -> None: ...

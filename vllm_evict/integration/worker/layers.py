@@ -32,7 +32,7 @@ from ...config.features import READ_OF_LAYERS, READ_OF_SOME, UNREAD, reads_keys
 from ...core.layout import Layout
 from ...environment import decode_kernel
 from ...policies import RUNNING
-from ..engine.spec import EvictableSpec, most_blocks
+from ..engine.spec import EvictableSpec, most_held
 from ..start import advice, attending, drafters, windows
 from ..start.capabilities import of_layers, refuse
 from ..start.capabilities.server import Layers
@@ -328,18 +328,12 @@ def _scratch(
         min(requests, -(-largest // queries)) if own or measures else 0,
         max(layer.num_heads for layer in layers.values()),
         block_size,
-        max(_held(vllm_config, part, block_size) for part in config.classes.values()),
+        max(most_held(vllm_config, part, block_size) for part in config.classes.values()),
         any(part.granularity == "token" for part in config.classes.values()) and measures,
     )
     if not in_graphs:
         return None, 0
     return Attends.OWN if own else Attends.BESIDE, in_graphs
-
-
-def _held(vllm_config: VllmConfig, config: KVPolicyConfig, block_size: int) -> int:
-    """Return the most blocks that a request under a policy holds; under pressure it may hold all of its blocks."""
-    most = -(-vllm_config.model_config.max_model_len // block_size)
-    return most if config.when == "pressure" else min(most, most_blocks(vllm_config, config, block_size))
 
 
 def _group(
@@ -369,7 +363,7 @@ def _group(
         places=places or (),
         graph_blocks=in_graphs,
         graph_queries=1 + vllm_config.num_speculative_tokens,
-        most_held=_held(vllm_config, config, block_size),
+        most_held=most_held(vllm_config, config, block_size),
         **sizes(vllm_config),
     )
     return GroupRuntime(config, shape, store)
