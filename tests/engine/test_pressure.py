@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,12 +11,14 @@ from engine import PLAN, after, exactly, greedy, logprobs_of, random_prompt
 from hypothesis import given
 from hypothesis import strategies as st
 from parts import holes_of
+from vllm.v1.core.block_pool import BlockPool
 
 from vllm_evict.config import NEVER, KVPolicyConfig, KVPolicyError
 from vllm_evict.core.blocks import RequestBlocks
 from vllm_evict.core.mechanisms import Pressure
 from vllm_evict.core.mechanisms.pressure import SCORES_STAY_FRESH, Offered, ascending
 from vllm_evict.core.plan import Report, Scoring
+from vllm_evict.integration.engine.allocation import note_published
 from vllm_evict.policies import POLICIES
 
 FLOOR = {"when": "pressure", "admit": True, "budget": 128, "buffer": 32, "sink": 32}
@@ -330,6 +333,19 @@ def test_what_is_published_is_pure(engine):
         assert again.outputs[0].token_ids == alone.outputs[0].token_ids
         np.testing.assert_allclose(logprobs_of(again), logprobs_of(alone), atol=2e-4)
     assert hits > 0
+
+
+def test_whatever_is_published_of_a_request_counts():
+    """Blocks of a group that has smaller ones than others, and the end of a prompt, which fills a block in part."""
+    pool, noted = BlockPool(6, True, 16), []
+    note_published(pool, lambda request, tokens, blocks: noted.append((tokens, [each.block_id for each in blocks])))
+    request = SimpleNamespace(block_hashes=[bytes([number]) * 32 for number in range(6)])
+    small, (large,) = pool.get_new_blocks(3), pool.get_new_blocks(1)
+    at = {"request": request, "num_cached_blocks": 1, "num_full_blocks": 3, "block_size": 16, "kv_cache_group_id": 1}
+    pool.cache_full_blocks(blocks=small, **at)
+    pool.cache_partial_block(request=request, block=large, num_tokens=80, kv_cache_group_id=0, block_size=32)
+    assert noted == [(48, [each.block_id for each in small[1:]]), (80, [large.block_id])]
+    assert pool.get_cached_block(request.block_hashes[4], [0]) == [large]
 
 
 def test_one_request_longer_than_the_pool(engine):

@@ -230,7 +230,7 @@ def test_states_of_prompts_that_read_less_are_published_nowhere(engine, hybrids,
 def test_a_prompts_end_is_published_over_no_hole(engine, hybrids, whole_chunks, name):
     """vLLM publishes the end of a prompt that fills a block in part with the step that computes it, and the state there.
     Another request needs room in that very step, and in the steps around it."""
-    policy = {"name": name, "when": "pressure", "budget": 128, "sink": 32, "recent": 32, "buffer": 0, "allow": ["full"]}
+    policy = {"name": name, "when": "pressure", "admit": True, "budget": 128, "sink": 32, "recent": 32, "buffer": 0}
     options = {
         **hybrids("falcon_h1"),
         **CACHED,
@@ -238,7 +238,7 @@ def test_a_prompts_end_is_published_over_no_hole(engine, hybrids, whole_chunks, 
         "max_num_seqs": 4,
         "mamba_cache_mode": "align",
     }
-    server, full, held_back = engine(policy, blocks=62, **options), {"kv_policy": "full"}, []
+    server, full, held_back = engine({**policy, "allow": ["full"]}, blocks=62, **options), {"kv_policy": "full"}, []
     crowd, prompt, other = (random_prompt(tokens, tokens) for tokens in (1000, 18 * BLOCK + 20, 20 * BLOCK))
     end = 19 * BLOCK - 16
 
