@@ -117,17 +117,18 @@ def test_a_token_of_a_prompt_is_no_decode(engine, deep, read_prompts):
 OF_PROMPTS = {"decodes": 0, "prompts": 256}
 
 
-def check_classes(engine, dense, size=BLOCK, atol=2e-3, read_prompts=0, tables=True, seed=0, **options):
+def check_classes(engine, dense, size=BLOCK, atol=2e-3, read_prompts=0, tables=True, seed=0, beside=None, **options):
     """Layers of a class of models choose like dense ones, beside a request that is shorter.
 
     `size`: tokens of a block; `read_prompts`: of the policy; `tables`: see `Chooser`; `seed`: of the first prompt;
-    `options`: of the engine.
+    `beside`: of the second one, None: it is that of `random_requests`; `options`: of the engine.
     """
     policy = {**READ, "read": 160, "hold": 3, "leaders": 2, "read_prompts": read_prompts}
     options = {"max_num_batched_tokens": 192, **options}
     server = engine({"name": "full", **policy}, block_size=size, **options)
     chosen, (first, second) = 0, random_requests((420, 30), (140, 40))
-    for answered in server.answered([(random_prompt(420, seed), first[1]), second]):
+    shorter = second[0] if beside is None else random_prompt(140, beside)
+    for answered in server.answered([(random_prompt(420, seed), first[1]), (shorter, second[1])]):
         chosen += assert_reads_like_dense(None, *answered, dense=dense, atol=atol, size=size, tables=tables, **policy)
     assert chosen > 15
     assert_nothing_left(server)

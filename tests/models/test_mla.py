@@ -144,7 +144,8 @@ def test_layers_reach_blocks_of_the_host(engine, truths, chunks, poisoned):
 def test_layers_read_their_best_blocks(engine, truths, chunks, poisoned):
     """The backend's kernel attends, by a table that each layer writes."""
     folder, _ = truths()
-    test_read.check_classes(engine, DenseAbsorbed(folder), BLOCK, model=folder, attention_backend="CPU_MLA")
+    dense, options = DenseAbsorbed(folder), {"model": folder, "attention_backend": "CPU_MLA"}
+    test_read.check_classes(engine, dense, BLOCK, beside=3, **options)
 
 
 @pytest.fixture
