@@ -110,3 +110,26 @@ def test_prompts_beside_requests_that_are_not_measured_stay_with_the_stock_kerne
     asked = [(range(1, 100), {"extra_args": {"kv_policy": "full"}}), (range(1, 100), {})]
     server.answered([(prompt, {"max_tokens": 60, **options}) for prompt, options in asked])
     assert seen and {length for lengths in seen for length in lengths} == {1}
+
+
+@pytest.mark.parametrize("reduce", ["sum", "max"])
+def test_each_row_is_attended_for_once_though_two_sums_measure(reduce):
+    """Sums of one form share a call; else each has a call for its own rows, and the first one for the others too."""
+    starts, lens = np.arange(4, dtype=np.int32), torch.full((3,), 50, dtype=torch.int32)
+    logical, steps, ops = torch.arange(8, dtype=torch.int32).expand(3, 8), [], Recorder()
+    sums = RunningSums(4, 2, 1, 8, 32, reduce, "sum"), RunningSums(1, 2, 1, 8, 32, "sum", "sum")
+    for each, name in zip(sums, ("r0", "r2")):
+        each.start(name, Scoring("sum", 0.9, 1, 1, 100))
+        steps.append(each.step(batch_of(["r0", "r1", "r2"], starts, lens.numpy(), lens, logical)))
+    joined = steps[0].joins(steps[1])
+    assert joined is (reduce == "sum")
+    work = StepWork(steps[:1] if joined else steps, np.arange(3), np.ones(3, np.int32), lens)
+    work.do(LayerCall(ops, None, 0, torch.zeros(3, 2, 4), None, None))
+    if joined:
+        assert ops.calls == [("decode", [0, 1, 2], [1, 0, 1], True)]
+        steps[0].mass[:, 0] = torch.arange(3.0)[:, None]
+        for each, step in zip(sums, steps):
+            each.fold(step)
+        assert [each._sums[each._slots[name], 0, 0] for each, name in zip(sums, ("r0", "r2"))] == [0, 2]
+    else:
+        assert sorted(ops.calls) == [("decode", [0, 1], [1, 0, 0], True), ("decode", [2], [0, 0, 1], True)]

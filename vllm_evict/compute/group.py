@@ -227,8 +227,14 @@ class GroupRuntime:
         return metadata, work
 
     def _measured(self, batch: StepBatch) -> list[StepProbe]:
-        """Return what probes do in each layer of the step."""
-        return [step for probe in self.probes if (step := probe.step(batch)) is not None]
+        """Return what probes do in each layer of the step; one of them may measure for others too."""
+        steps = [step for probe in self.probes if (step := probe.step(batch)) is not None]
+        made: list[StepProbe] = []
+        for step in steps:
+            # A graph has captured what each of them does.
+            if batch.in_graph or not any(each.joins(step) for each in made):
+                made.append(step)
+        return made
 
     def drafting_view(self, metadata: Any) -> Any:
         """Return the metadata of a drafter's pass with resident views in place of block tables and lengths.

@@ -148,4 +148,25 @@ class MassStep(LayerMass):
         kept: torch.Tensor | None = None,
     ) -> None:
         super().__init__(buffers, queries, weighs, last)
-        self.rows, self.slots, self.counted, self.logical, self.kept = rows, slots, counted, logical, kept
+        self.rows, self.measured = rows, rows
+        self.slots, self.counted, self.logical, self.kept = slots, counted, logical, kept
+
+    @property
+    def _plain(self) -> bool:
+        """Whether kernels add the mass of the queries with a weight, and layers have nothing else to do."""
+        own = self.buffers
+        return self.weighs and self.weights is not None and own.layer is own.tested is self.queries is None
+
+    def joins(self, other: StepProbe) -> bool:
+        # No row is measured for both: each takes its own rows out of one memory, and a query has the weight of its row.
+        if not isinstance(other, MassStep) or not (self._plain and other._plain):
+            return False
+        if self.mass.shape != other.mass.shape or (self.last is None) is not (other.last is None):
+            return False
+        assert self.weights is not None and other.weights is not None
+        self.weights = self.weights + other.weights
+        if self.last is not None and other.last is not None:
+            self.last = self.last + other.last
+        self.measured = np.union1d(self.measured, other.rows)
+        other.buffers = other.buffers._replace(mass=self.mass)
+        return True

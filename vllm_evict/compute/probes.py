@@ -4,6 +4,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ..core.plan import Reports
@@ -82,9 +83,11 @@ class StepProbe:
         weights: float32 [T], weight of each query's mass; None: 1.
         per_token: whether mass is by token instead of by block.
         last: int32 [R], queries of each row from the first that has a weight; None: all.
+        measured: int64 [K], rows of the batch that take mass; None: any may.
     """
 
     takes_mass = False
+    measured: np.ndarray | None = None
     weights: torch.Tensor | None = None
     per_token = False
     last: torch.Tensor | None = None
@@ -96,6 +99,10 @@ class StepProbe:
     def target(self, call: LayerCall) -> MassTarget:
         """Return where kernels add what they measure of the layer."""
         return MassTarget(self.out(call), self.weights, self.per_token, self.last)
+
+    def joins(self, other: "StepProbe") -> bool:
+        """Measure for another probe of the step too, by the same calls, if that can be; return whether."""
+        return False
 
     def add(self, call: LayerCall) -> None:
         """Take in one layer, after it has attended. A model may call a layer any number of times in a step."""

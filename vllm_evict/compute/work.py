@@ -71,8 +71,21 @@ class StepWork:
             self.stock_lens = seq_lens.clone()
             self.stock_lens.index_copy_(0, self.rows.long(), to_device(own.astype(np.int32), seq_lens.device))
         self._own, self._queries = rows, queries
+        self._shares = self._shared(rows)
         #: Per query 0 if the plugin attends for it, else 1: float32 [T]. Made when a layer first asks.
         self._of_stock: torch.Tensor | None = None
+
+    def _shared(self, rows: np.ndarray) -> dict[StepProbe, torch.Tensor]:
+        """Return for each of several `masses` the rows that are attended for with it, each row with one of them."""
+        shares: dict[StepProbe, torch.Tensor] = {}
+        if len(self.masses) < 2:
+            return shares
+        first, *others = sorted(self.masses, key=lambda each: each.measured is not None)
+        for mass in others:
+            share = rows if mass.measured is None else np.intersect1d(rows, mass.measured)
+            rows = rows if mass.measured is None else np.setdiff1d(rows, share)
+            shares[mass] = to_device(share.astype(np.int32), self.seq_lens.device)
+        return shares | {first: to_device(rows.astype(np.int32), self.seq_lens.device)}
 
     @classmethod
     def of_graph(cls, steps: Sequence[StepProbe], rows: torch.Tensor, seq_lens: torch.Tensor) -> "StepWork":
@@ -129,9 +142,9 @@ class StepWork:
         metadata, lens = (call.metadata, self.seq_lens) if self.precedes else self._source.table(call)
         reading = call if metadata is call.metadata else replace(call, metadata=metadata)
         for mass in self.masses or (UNMEASURED,):
-            measured = mass.target(call)
-            if len(self.rows):
-                call.ops.decode(reading, self.rows, lens, measured)
+            measured, rows = mass.target(call), self._shares.get(mass, self.rows)
+            if len(rows):
+                call.ops.decode(reading, rows, lens, measured)
             if measured.out is not None and not self.is_all:
                 call.ops.mass(call, measured._replace(weights=self._stock_weights(measured.weights)))
             mass.add(call)
