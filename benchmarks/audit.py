@@ -125,7 +125,7 @@ def cost(spec: dict) -> dict:
     settle(llm)
     parts, before = scheduler_of(llm).mechanisms.of(Audits), audits_of(llm)["evicted"]
     for part in parts:
-        part.idle_only = 0.0
+        part.idle_only = part.sparing = 0.0
         part._skips.clear()
     start = time.process_time()
     times = load.arrivals(options, seed)

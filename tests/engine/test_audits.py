@@ -2,6 +2,8 @@
 
 import itertools
 import logging
+from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,16 +11,19 @@ import torch
 from engine import logprobs_of, random_prompt
 from parts import part_of
 from vllm import SamplingParams
-from vllm.sampling_params import StructuredOutputsParams
+from vllm.sampling_params import BeamSearchParams, RepetitionDetectionParams, StructuredOutputsParams
 from vllm.v1.core.sched.interface import PauseState
 
+from vllm_evict.compute.attention.cpu import CPUOps
 from vllm_evict.compute.mass import BlockMass
 from vllm_evict.compute.sums import RunningSums
 from vllm_evict.core.audit import CLEARLY
 from vllm_evict.integration.engine import audits
+from vllm_evict.integration.engine.answers import served_tokens
 from vllm_evict.integration.engine.audits import Audits
 from vllm_evict.integration.engine.pressure import PoolRelief
 from vllm_evict.integration.engine.shadows import ShadowRequests
+from vllm_evict.integration.start import ending
 from vllm_evict.integration.start.capabilities import refuse
 from vllm_evict.integration.worker.scored import Scorer
 
@@ -308,26 +313,31 @@ def test_sampled_answers_surprise_as_much_as_they_should(engine, audited):
     """Under full attention the mean surprise is the entropy; with fewer blocks it is more."""
     more = []
     for policy in (FULL, H2O):
-        audited.clear()
         server = engine(policy)
-        server.generate(prompts(40), SamplingParams(temperature=0.7, max_tokens=40, ignore_eos=True, seed=3))
-        settle(server)
-        assert len(audited) == 40
-        tokens = sum(verdict.tokens for _, verdict, *_ in audited)
-        more.append(sum(verdict.surprise - verdict.expected for _, verdict, *_ in audited) / tokens)
-        assert server.scheduler.part(Audits)._totals[policy is H2O]["sampled_requests"] > 30
-    assert abs(more[0]) < 0.15 < more[1]
+        for truncated in ({}, {"top_k": 60, "top_p": 0.9, "min_p": 0.05}):
+            audited.clear()
+            sampled = SamplingParams(temperature=0.7, max_tokens=40, ignore_eos=True, seed=3, **truncated)
+            server.generate(prompts(40), sampled)
+            settle(server)
+            assert len(audited) == 40 and not skipped(server)
+            outside = sum(verdict.outside for _, verdict, *_ in audited)
+            tokens = sum(verdict.tokens for _, verdict, *_ in audited) - outside
+            more.append(sum(verdict.surprise - verdict.expected for _, verdict, *_ in audited) / tokens)
+            # Full attention samples no token that it leaves out.
+            assert (outside > 0) is (policy is H2O and bool(truncated))
+        assert server.scheduler.part(Audits)._totals[policy is H2O]["sampled_requests"] > 60
+    assert all(abs(each) < 0.15 for each in more[:2]) and more[2] > 0.15
 
 
 SKIPPED = {
     "penalties": {"repetition_penalty": 1.2},
     "bias": {"min_tokens": 3},
     "grammar": {"structured_outputs": StructuredOutputsParams(regex="(t1|t2|t3){60,500}")},
-    "truncated": {"temperature": 1.0, "top_k": 5},
 }
 
 
-def test_what_full_attention_cannot_judge_is_counted(engine, audited):
+def test_what_full_attention_cannot_judge_is_counted(engine, audited, monkeypatch, messages):
+    monkeypatch.setattr(audits, "SAID_EVERY", 4)
     server = engine(H2O, structured_outputs_config={"backend": "xgrammar"})
     for asked in SKIPPED.values():
         server.generate([random_prompt(200)], max_tokens=8, **asked)
@@ -337,9 +347,155 @@ def test_what_full_attention_cannot_judge_is_counted(engine, audited):
     server.llm.llm_engine.abort_request(["gone"])
     settle(server)
     assert not audited and skipped(server) == dict.fromkeys([*SKIPPED, "aborted"], 1)
+    assert sum("4 have none (aborted 1, bias 1, grammar 1, penalties 1)" in message for message in messages) == 1
     values = server.metrics()
     assert values["vllm:num_preemptions"] == 0
     server.assert_nothing_left()
+
+
+def test_answers_end_where_their_clients_saw_them_end(async_engine, audited):
+    """At a stop string, which the front end finds while the engine goes on, or in a loop; a beam search is no answer."""
+    server, prompt = async_engine(H2O), random_prompt(300)
+    (plain,) = server.generate([prompt], max_tokens=40)
+    word = plain.outputs[0].text.split()[5] + " "
+    (stopped,) = server.generate([prompt], max_tokens=40, stop=[word, "no such text"])
+    loop = RepetitionDetectionParams(max_pattern_size=4, min_pattern_size=1, min_count=2)
+    looped = server.generate(prompts(8), max_tokens=300, repetition_detection=loop)
+    settle(server)
+    known, ends = verdicts(audited), {output.outputs[0].finish_reason for output in looped}
+    assert stopped.outputs[0].finish_reason == "stop" and "repetition" in ends and not skipped(server)
+    tokens = stopped.outputs[0].token_ids
+    assert len(tokens) < 40 and known[(*prompt, *tokens)].tokens == len(tokens) and len(audited) == 10
+    # The engine may go on until it hears of it.
+    (request,) = (answer.request for answer, *_ in audited if answer.token_ids == [*prompt, *tokens])
+    tokenizer = server.scheduler.structured_output_manager.tokenizer
+    request.append_output_token_ids([1, 2, 3])
+    assert served_tokens(request, tokenizer) == len(tokens) < request.num_output_tokens
+    server.add(random_prompt(300, 1), "gone", max_tokens=200, stop=["no such text"])
+    for _ in range(10):
+        server.llm.llm_engine.step()
+    server.llm.llm_engine.abort_request(["gone"])
+    server.llm.beam_search([{"prompt_token_ids": prompt}], BeamSearchParams(beam_width=2, max_tokens=4))
+    settle(server)
+    assert len(audited) == 10 and skipped(server).keys() == {"aborted", "beam"} and skipped(server)["aborted"] == 1
+    server.generate([prompt], max_tokens=1, logprobs=4, detokenize=False)  # not one of a beam search
+    settle(server)
+    assert len(audited) == 11
+    server.assert_nothing_left()
+
+
+def test_shadows_leave_no_trace_in_the_prefix_cache_and_in_vllms_figures(engine, audited):
+    """On a server where nothing is lost: none of their blocks is published, counted or takes the place of a prefix."""
+    server = engine(FULL, blocks=60, max_model_len=1536)
+    part, stats = server.scheduler.part(Audits), []
+    make_stats = server.scheduler.make_stats
+
+    def noted(*args, **kwargs):
+        found = make_stats(*args, **kwargs)
+        if found is not None and part._shadow is not None and part._shadow.request.num_computed_tokens:
+            stats.append((found.num_running_reqs, found.num_waiting_reqs, round(found.kv_cache_usage, 6)))
+        return found
+
+    server.scheduler.make_stats = noted
+    server.generate([random_prompt(400)], max_tokens=40)
+    server.pool.evict_blocks({block.block_id for block in server.pool.blocks if block.block_hash is not None})
+    settle(server)
+    assert len(audited) == 1 and set(stats) == {(0, 0, 0.0)}
+    assert not any(block.block_hash is not None for block in server.pool.blocks)
+    assert server.metrics()["vllm:prefix_cache_queries"] == 400
+    kept = random_prompt(640, 9)
+    server.generate([kept], max_tokens=1)
+    settle(server)
+    server.generate([random_prompt(1200, 10)], max_tokens=20)
+    for _ in range(50):
+        server.llm.llm_engine.step()
+    assert len(audited) == 2 and len(part) == 1  # its answer is in the way of the first prefix
+    (again,) = server.generate([[*kept, 1]], max_tokens=1)
+    assert again.num_cached_tokens == 640
+    part.sparing = 0.0
+    settle(server)
+    assert len(audited) == 4 and not skipped(server)
+    server.generate([random_prompt(300, 11)], max_tokens=4)
+    server.scheduler.end()
+    assert not len(part) and skipped(server) == {"shutdown": 1}
+    server.generate([random_prompt(300, 12)], max_tokens=4)
+    assert not len(part) and skipped(server) == {"shutdown": 2}
+    server.assert_nothing_left()
+
+
+def test_a_scheduler_hears_that_its_engine_drains():
+    class Core:
+        running, handled = True, 0
+        scheduler = SimpleNamespace(end=lambda: heard.append(1))
+
+        def is_running(self):
+            return self.running
+
+        def _handle_shutdown(self):
+            return True
+
+    heard, core = [], Core()
+    for _ in range(2):  # hooked once
+        ending.hook(SimpleNamespace(EngineCoreProc=Core))
+    assert core._handle_shutdown() and not heard
+    core.running = False
+    assert core._handle_shutdown() and heard == [1]
+    core.scheduler = SimpleNamespace()  # vLLM's own
+    assert core._handle_shutdown() and heard == [1]
+
+
+@pytest.mark.both_runners
+def test_an_audit_beside_measured_requests_attends_once(engine, audited, at_once, dense, monkeypatch):
+    """One call of each layer attends for all rows and measures for both; what it measures is right."""
+    calls, mixed, decode = Counter(), [], CPUOps.decode
+
+    def counted(self, call, rows, *args):
+        calls[call.place] += 1
+        decode(self, call, rows, *args)
+
+    monkeypatch.setattr(CPUOps, "decode", counted)
+    server = engine(H2O, enable_prefix_caching=False, max_num_batched_tokens=64)
+    shadows = server.scheduler.part(ShadowRequests)
+
+    def once(server):
+        mixed.append(shadows.current is not None and max(calls.values(), default=0))
+        assert max(calls.values(), default=0) <= 1
+        calls.clear()
+
+    asked = [(random_prompt(300, 1), {"max_tokens": 6}), (random_prompt(100, 2), {"max_tokens": 200})]
+    answered = server.answered(asked, once)
+    settle(server)
+    assert any(mixed) and len(audited) == 2
+    missed = {tuple(answer.request.all_token_ids): share for answer, _, _, share in audited}
+    for prompt, output, trace in answered:
+        ids, gone = [*prompt, *output.outputs[0].token_ids], sorted(sum(trace.evicted, []))
+        np.testing.assert_allclose(missed[tuple(ids)], missed_by(dense, ids, len(prompt) - 1, gone), atol=1e-5)
+    server.assert_nothing_left()
+
+
+def test_all_that_shadows_compute_is_counted(engine, audited):
+    """Also for one that was withdrawn for a request, and for an answer that is never audited."""
+    server, spent = engine(H2O, max_num_seqs=1, max_num_batched_tokens=64, enable_prefix_caching=False), Counter()
+    schedule, part = server.scheduler.schedule, server.scheduler.part(Audits)
+
+    def counted(*args, **kwargs):
+        output = schedule(*args, **kwargs)
+        for name, tokens in output.num_scheduled_tokens.items():
+            spent["audits"] += tokens * name.startswith("audit")
+        return output
+
+    server.scheduler.schedule = counted
+    for seed in range(4):
+        server.generate([random_prompt(400, seed)], max_tokens=4)
+        for _ in range(4):
+            server.llm.llm_engine.step()
+    assert part._shadow is not None and len(part) > 1
+    server.scheduler.finish_requests(None, audits.RequestStatus.FINISHED_ABORTED)
+    server.generate([random_prompt(400, 9)], max_tokens=4)
+    settle(server)
+    server.drain()
+    found = sum(each.value for each in server.llm.get_metrics() if each.name.endswith("audit_computed_tokens"))
+    assert found == spent["audits"] > 3 * 256 and skipped(server)["paused"] > 1
 
 
 @pytest.mark.parametrize("make", ["engine", "async_engine"])
@@ -454,7 +610,7 @@ def test_clients_see_no_audit(engine, audited):
 
 def test_figures_are_shown_and_the_target_is_judged(engine, audited, monkeypatch, messages):
     monkeypatch.setattr(audits, "SAID_EVERY", 20)
-    server = engine({**H2O, "target": 0.98, "allow": ["full"]})
+    server = engine({**H2O, "target": 0.98, "tuned": [10, 20], "allow": ["full"]})
     server.generate(prompts(36), max_tokens=TOKENS)
     server.generate(prompts(4), max_tokens=TOKENS, extra_args={"kv_policy": "full"})
     settle(server)
@@ -462,10 +618,11 @@ def test_figures_are_shown_and_the_target_is_judged(engine, audited, monkeypatch
     totals = server.scheduler.part(Audits)._totals
     assert totals[False]["audited"] >= 4 and totals[False]["identical"] == totals[False]["audited"]
     assert totals[True]["audited"] > 30 and totals[True]["identical"] < totals[True]["audited"]
-    said = [message for message in messages if "answers audited" in message]
+    said = [message for message in messages if "answers audited: " in message]
     warned = [message for message in messages if "expected the target" in message]
     assert len(said) == 2 and "lost blocks, full attention gives" in said[0]
     assert len(warned) == 1 and "0.980 or more: raise the budget" in warned[0]
+    assert sum("0 of the last 30 prompts have the 10 to 20 tokens of the field" in message for message in messages) == 1
     found = {
         (metric.name.removeprefix("vllm:kv_evict_audit_"), metric.labels["policy"], metric.labels.get("kept")): metric
         for metric in server.llm.get_metrics()
@@ -475,7 +632,7 @@ def test_figures_are_shown_and_the_target_is_judged(engine, audited, monkeypatch
     assert sorted(shares) == ["0-10", "10-25", "25-50", "50-100", "all"]
     assert sum(found["requests", "h2o", kept].value for kept in shares) == 36
     assert found["identical", "full", "all"].value == found["requests", "full", "all"].value == 4
-    assert found["target", "h2o", None].value == 0.98
+    assert found["target", "h2o", None].value == 0.98 and found["target_missed", "h2o", None].value == 1
 
 
 @pytest.fixture

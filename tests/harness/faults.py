@@ -485,15 +485,15 @@ MUTANTS = [
     Mutant(
         "an audit publishes",
         "integration/engine/audits.py",
-        "pure_tokens = shadow.hit = hit.tokens",
-        "pure_tokens, shadow.hit = None, hit.tokens",
+        "pure_tokens = hit.tokens",
+        "pure_tokens = None",
         ("audits -k notices",),
     ),
     Mutant(
         "the row after the token",
         "integration/engine/audits.py",
-        "answer.request.all_token_ids[first + 1 : end + 1]",
-        "answer.request.all_token_ids[first:end]",
+        "answer.token_ids[first + 1 : end + 1]",
+        "answer.token_ids[first:end]",
         ("audits -k full_gave",),
     ),
     Mutant(

@@ -1,17 +1,22 @@
 """What scored rows say of an answer, how they are scored, and the intervals of shares."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
 
 from vllm_evict.core.audit import CLEARLY, Verdict, kept_label, missed_mass, wilson
-from vllm_evict.core.plan import Report
+from vllm_evict.core.evidence import Promise
+from vllm_evict.core.plan import Report, Truncation
+from vllm_evict.integration.engine import said
+from vllm_evict.integration.engine.answers import Loss, Losses
 from vllm_evict.integration.worker.scored import AT_ONCE, Scorer, score
 
 
 def rows(*gaps, entropy=1.0):
     """Rows of tokens that full attention likes less than its own by so many nats."""
-    return np.array([[-1.0 - gap, -1.0, float(gap > 0), entropy] for gap in gaps], np.float32)
+    return np.array([[-1.0 - gap, -1.0, float(gap > 0), entropy, 1.0] for gap in gaps], np.float32)
 
 
 def test_a_verdict_is_what_the_rows_say():
@@ -22,6 +27,15 @@ def test_a_verdict_is_what_the_rows_say():
     assert (tie.agreed, tie.first, tie.identical, tie.changed) == (2, 1, False, False)
     other = Verdict.of(rows(0, 0, 0, 2 * CLEARLY))
     assert (other.first, other.changed, other.gap) == (3, True, 2 * CLEARLY)
+    assert not same.outside and not other.outside
+
+
+def test_tokens_that_cannot_be_sampled_do_not_surprise():
+    """Full attention would never sample them, so their surprise has no expectation."""
+    scored = rows(0, 3, 0)
+    scored[1, 4] = 0
+    verdict = Verdict.of(scored)
+    assert (verdict.outside, verdict.surprise, verdict.expected, verdict.tokens) == (1, 2, 2, 3)
 
 
 def test_requests_are_grouped_by_the_share_that_they_kept():
@@ -29,6 +43,19 @@ def test_requests_are_grouped_by_the_share_that_they_kept():
     assert kept_label(3, 10, 10) == "50-100"  # what it lost came back, or it started over
     labels = [kept_label(100 - held, held, 100) for held in (99, 50, 49, 25, 24, 10, 9, 0)]
     assert labels == ["50-100", "50-100", "25-50", "25-50", "10-25", "10-25", "0-10", "0-10"]
+    assert kept_label(100, 0, 0) == "0-10"  # it holds nothing, which says nothing of what it kept
+
+
+def test_an_answer_that_ends_while_preempted_is_grouped_by_what_it_held_before():
+    losses, gone = Losses(), np.arange(3, 60)
+    losses.start_over("r", Loss(20, 100, gone))
+    assert losses.end("r", 80, Loss()) == ("10-25", gone)
+    # Computed again it holds more, but its first tokens saw what it had then.
+    losses.start_over("r", Loss(20, 100, gone))
+    losses.start_over("r", Loss(60, 100, gone[:40]))
+    label, absent = losses.end("r", 80, Loss(100, 100))
+    assert label == "10-25" and not len(absent)
+    assert losses.end("r", 0, Loss(100, 100))[0] == "all" and losses.end("r", 5, Loss())[0] == "0-10"
 
 
 def test_missed_mass_is_a_share_of_all_that_was_measured():
@@ -66,6 +93,31 @@ def test_scores_are_those_of_float64(dtype, temperature):
     torch.testing.assert_close(scored[:, 1], log_p.amax(-1), atol=1e-4, rtol=1e-5)
     assert scored[:, 2].tolist() == (log_p > own[:, None]).sum(-1).tolist() and scored[0, 2] == 0
     torch.testing.assert_close(scored[:, 3], -torch.xlogy(p, p).sum(-1), atol=1e-4, rtol=1e-4)
+    assert (scored[:, 4] == 1).all()
+
+
+TRUNCATIONS = [Truncation(top_k=7), Truncation(top_p=0.6), Truncation(min_p=0.2), Truncation(12, 0.8, 0.05)]
+
+
+@pytest.mark.parametrize("truncation", TRUNCATIONS)
+def test_truncated_scores_are_those_of_vllms_sampler(truncation):
+    """Of what vLLM leaves of the logits: log p of the token, and the entropy."""
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+    logits = 3 * torch.randn(30, 200, generator=torch.Generator().manual_seed(0))
+    tokens = logits.topk(12).indices[torch.arange(30), torch.arange(30) % 12]
+    left = logits / 0.7
+    p = left.softmax(-1)
+    left = left.masked_fill(p < truncation.min_p * p.amax(-1, keepdim=True), -torch.inf)
+    k = torch.full((30,), truncation.top_k or 200)
+    left = apply_top_k_top_p(left, k, torch.full((30,), truncation.top_p))
+    log_p = left.log_softmax(-1)
+    own, entropy = log_p.gather(1, tokens[:, None])[:, 0], torch.special.entr(log_p.exp()).sum(-1)
+    scored, plain = score(logits, tokens, 0.7, truncation), score(logits, tokens, 0.7)
+    assert (scored[:, 4] == torch.isfinite(own)).all() and 0 < scored[:, 4].sum() < 30
+    torch.testing.assert_close(scored[:, 0], torch.where(torch.isfinite(own), own, plain[:, 0]))
+    torch.testing.assert_close(scored[:, 3], entropy, atol=1e-5, rtol=1e-5)
+    assert (scored[:, 1:3] == plain[:, 1:3]).all()
 
 
 def test_logits_are_made_in_pieces_of_the_rows_asked_for():
@@ -81,5 +133,27 @@ def test_logits_are_made_in_pieces_of_the_rows_asked_for():
     scorer._rows, scorer._scored = {"r": ScoredRows(10, [0] * 150, 1.0)}, {}
     scorer._score(compute_logits, hidden, {"r": 100})
     assert [len(piece) for piece in pieces] == [AT_ONCE, AT_ONCE, 150 - 2 * AT_ONCE]
-    assert sum(pieces, []) == list(range(110, 260)) and scorer._scored["r"].shape == (150, 4)
+    assert sum(pieces, []) == list(range(110, 260)) and scorer._scored["r"].shape == (150, 5)
     scorer._score(lambda _: None, hidden, {"r": 100})  # a rank that gets no logits
+
+
+def test_lines_of_the_log_name_what_was_found():
+    lost = Counter(audited=90, identical=80, changed=5, sampled_requests=10, sampled_tokens=98, outside_tokens=2)
+    line = said.figures({True: lost + Counter(surprise=10.8, expected=1.0), False: Counter()}, [3, 5], {"late": 2})
+    assert "of 90 that lost blocks, full attention gives 80 as they are (7" in line and "not audited: late 2" in line
+    assert "surprise by 0.100 nats" in line and "could not have sampled 2 of 100 tokens of these" in line
+    assert "of 12 answers that were drawn for an audit 9 have none (bias 1, penalties 8)" in said.coverage(
+        {"penalties": 8, "bias": 1}, 3
+    )
+    promise = Promise(0.9, (100, 200))
+    for _ in range(40):
+        promise.draw(10)
+        promise.audit(False)
+    assert "0 of the last" in said.lengths(promise, False) and "the target 0.900 may be missed" in said.lengths(
+        promise, False
+    )
+    assert "expected the target 0.900 or more" in said.target(promise, False, Counter(audited=4, identical=4))
+    assert "Of 4 answers that lost nothing 4 are identical." in said.target(
+        promise, False, Counter(audited=4, identical=4)
+    )
+    assert "meet the target 0.900 again" in said.target(promise, True, Counter())

@@ -101,7 +101,7 @@ def test_to_dict_is_what_parse_takes_and_json_carries(name):
         left_out |= set() if "read" in extra else names_of(READ)
         left_out |= set() if config.sparse else {"read_prompts"}
         left_out |= names_of(ALLOCATION) - extra.keys()
-        left_out |= {"audit", "target"} - extra.keys()
+        left_out |= set() if "audit" in extra else {"audit", "target", "tuned"}
         assert set(carried) == (policy.options | {"name"} | names_of(SERVER)) - config.unsaid - left_out
         assert set(config.effective()) == policy.options | {"name"} | names_of(SERVER)
         assert config.unsaid == (set() if extra == values else policy.options & {"budget", "sink", "recent"})
@@ -375,6 +375,8 @@ def test_configurations_can_be_copied_carried_and_compared():
 
 def test_audits_are_the_servers_own():
     assert parse({**H2O, "audit": 1, "target": 0.9}).audit == 1
+    assert parse({**H2O, "audit": 1, "target": 0.9, "tuned": [100, 200]}).tuned == (100, 200)
+    assert refusal({**H2O, "audit": 1, "tuned": [1, 2]}).startswith("tuned: other prompts could miss no target")
     assert refusal({**H2O, "target": 0.9}) == "target: no answer is audited: it needs audit, such as audit: 0.01"
     for field, value in (
         ("audit", 1.5),
@@ -383,8 +385,11 @@ def test_audits_are_the_servers_own():
         ("audit", "some"),
         ("target", 0),
         ("target", 2),
+        ("tuned", [1]),
+        ("tuned", [5, 2]),
+        ("tuned", "some"),
     ):
-        assert refusal({**H2O, "audit": 0.5, field: value}).startswith(f"{field}: ")
+        assert refusal({**H2O, "audit": 0.5, "target": 0.9, field: value}).startswith(f"{field}: ")
     with pytest.raises(KVPolicyError, match="unknown request field 'kv_audit'"):
         parse({**H2O, "audit": 0.5}).for_request({"kv_audit": 1}, 100, 16)
     assert not parse({**H2O, "audit": 0.5}).for_request({"kv_policy": "snapkv"}, 5000, 16).audit

@@ -40,7 +40,7 @@ def shown(request):
 
 def test_no_two_mechanisms_count_under_one_key():
     keys = [key for each in (METRICS, *(kind.metrics for kind in KINDS)) for key in each]
-    assert len(keys) == len({*keys}) == 33
+    assert len(keys) == len({*keys}) == 35
 
 
 def test_policies_without_requests_are_not_sent_and_show_nothing_held(shown):
@@ -79,6 +79,7 @@ def test_audits_are_shown_by_policy_and_share_kept(shown):
     tally.add("h2o", "10-25", audited=1, identical=False, tokens=4, agreed=3, gap=0.75)
     tally.add("h2o", "all", sampled_requests=1, sampled_tokens=5, surprise=2.5, expected=3.0)
     tally.add("full", "grammar", skipped=1)
+    tally.hold("h2o", missed=1)
     found = shown(tally.take({}))
     assert found["audit_requests_total", "h2o", "10-25"] == 2
     assert found["audit_identical_total", "h2o", "10-25"] == 1
@@ -89,4 +90,5 @@ def test_audits_are_shown_by_policy_and_share_kept(shown):
     assert found["audit_surprise_nats_total", "h2o", "all"] == 2.5
     assert found["audit_expected_nats_total", "h2o", "all"] == 3
     assert found["audit_skipped_total", "full", "grammar"] == 1
+    assert (found["audit_target_missed", "h2o"], found["audit_target_missed", "full"]) == (1, 0)
     assert tally.take({}) == {}

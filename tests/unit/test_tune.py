@@ -216,6 +216,8 @@ def test_the_smallest_budget_is_found_confirmed_and_made_a_flag(asked, fake, cap
     fields = '{"name": "h2o", "budget": 0.4, "audit": 0.01, "target": 0.95}'
     assert tuned.flag(result, outcome) == f"--kv-policy '{fields}'"
     assert not capsys.readouterr().out
+    result.control["lengths"] = audited.alike([1000] * 90 + [5000])
+    assert '"target": 0.95, "tuned": [800, 1250]}' in tuned.flag(result, outcome)
     # It goes on where it was stopped: nothing is measured again, nothing starts, and another target only reads.
     lines = (asked.parent / "out" / tune.FILE).read_text().splitlines(keepends=True)
     (asked.parent / "out" / tune.FILE).write_text("".join(lines[:4]) + lines[4][:40])

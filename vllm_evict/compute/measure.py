@@ -163,7 +163,7 @@ class MassStep(LayerMass):
             return False
         if self.mass.shape != other.mass.shape or (self.last is None) is not (other.last is None):
             return False
-        assert self.weights is not None and other.weights is not None
+        assert self.weights is not None and other.weights is not None and self.measured is not None
         self.weights = self.weights + other.weights
         if self.last is not None and other.last is not None:
             self.last = self.last + other.last

@@ -16,13 +16,14 @@ from .fields import REDUCTION_NAMES
 from .groups import DEFAULT_BANDS, RETRIEVAL, STREAMING
 from .options import TOO_MANY
 from .registry import REGISTRY
-from .request import MOST_COMPARED, REQUEST_FIELDS, REQUEST_SIZES, TURN_FIELDS, given
+from .request import BEAM, MOST_COMPARED, REQUEST_FIELDS, REQUEST_SIZES, TURN_FIELDS, given
 from .schema import KVPolicyConfig
 from .sizes import NEVER, Limits
 from .sources import policy_named, presets
 
 __all__ = [
-    "DEFAULT_BANDS", "MOST_COMPARED", "NEVER", "REDUCTION_NAMES", "REGISTRY", "REQUEST_FIELDS", "REQUEST_SIZES",
-    "RETRIEVAL", "STREAMING", "TOO_MANY", "TURN_FIELDS", "KVPolicyConfig", "KVPolicyError", "Limits", "given",
+    "BEAM", "DEFAULT_BANDS", "MOST_COMPARED", "NEVER", "REDUCTION_NAMES", "REGISTRY", "REQUEST_FIELDS",
+    "REQUEST_SIZES", "RETRIEVAL", "STREAMING", "TOO_MANY", "TURN_FIELDS", "KVPolicyConfig", "KVPolicyError", "Limits",
+    "given",
     "policy_named", "presets",
 ]  # fmt: skip

@@ -276,7 +276,23 @@ TARGET = Option(
     "target",
     real(gt=0, le=1) | None,
     None,
-    "with `audit`: share of audited answers that should be identical; the log warns once where fewer are",
+    "with `audit`: share of audited answers that should be identical; the log warns where fewer are",
+)
+
+
+def _lengths(lengths: Any) -> Any:
+    if lengths is not None and (len(lengths) != 2 or lengths[0] > lengths[1]):
+        raise ValueError(f"must be two numbers of tokens, the shortest prompt and the longest, not {shown(lengths)}")
+    return lengths
+
+
+TUNED = Option(
+    "tuned",
+    entries(whole()) | None,
+    None,
+    "with `target`: tokens of the prompts on which `vllm-evict tune` found the policy, the shortest and the longest; "
+    "the log warns when other prompts come",
+    _lengths,
 )
 #: Fields of every policy, beside the fields that it declares.
 ALLOW = Option(
@@ -288,7 +304,7 @@ ALLOW = Option(
     "with `read` or `evict: host`, `full` alone",
 )
 #: All of them: settings of the server.
-SERVER = (ALLOW, AUDIT, TARGET)
+SERVER = (ALLOW, AUDIT, TARGET, TUNED)
 
 #: Values that `KVPolicyConfig` returns for fields that its policy does not have.
 NEUTRAL = {

@@ -19,6 +19,8 @@ from .sources import policy_named
 
 #: Arguments of a request, in `SamplingParams.extra_args` or over HTTP in `vllm_xargs`.
 REQUEST_FIELDS = ("kv_policy", "kv_budget", "kv_sink", "kv_recent", "kv_prompt", "kv_usage")
+#: In `extra_args` of the requests that a beam search makes; the front end puts it there.
+BEAM = "vllm_evict_beam"
 #: Arguments that are sizes.
 REQUEST_SIZES = ("kv_budget", "kv_sink", "kv_recent")
 #: Arguments that later turns of a session may set anew.

@@ -39,12 +39,14 @@ class KVPolicyConfig(Sizes, Groups, Requests):
             heads or layers, and under `full` with `read` or `evict: host`.
         audit: share of requests whose answers full attention scores again.
         target: share of audited answers that should be identical; None: no share is expected.
+        tuned: tokens of the shortest and of the longest prompt that the policy was tuned on; None: they are not known.
         given: names of fields that the user gave.
     """
 
     allow: tuple[str, ...] | None
     audit: float
     target: float | None
+    tuned: tuple[int, int] | None
     #: Layers of the model, which bands divide; None: as many as bands. Set by `for_model`.
     _depth: int | None
     #: A band's budget over the mean of all bands; None if this is not a band. Set by `classes`.
@@ -141,7 +143,7 @@ class KVPolicyConfig(Sizes, Groups, Requests):
         idle |= frozenset() if self.sparse or self.reaches else names_of(READ)
         idle |= frozenset() if self.sparse else {READ_PROMPTS.name}
         idle |= OF_BUDGETS - (READ_SIZES if self.sparse else frozenset()) if self.keeps_all else frozenset()
-        idle |= frozenset() if self.audit else {"audit", "target"}
+        idle |= frozenset() if self.audit else {"audit", "target", "tuned"}
         idle |= frozenset() if self.when == "pressure" else {"admit"}
         own = names_of(self.allocator.declares) | {"allocate"} if self.allocator.splits else frozenset()
         return idle | (names_of(ALLOCATION) - own)
@@ -366,6 +368,8 @@ def _fits_its_context(config: KVPolicyConfig) -> None:
 def _audits(config: KVPolicyConfig) -> None:
     if config.target is not None and not config.audit:
         raise ValueError("target: no answer is audited: it needs audit, such as audit: 0.01")
+    if config.tuned is not None and config.target is None:
+        raise ValueError("tuned: other prompts could miss no target: it needs target, such as target: 0.95")
 
 
 def _allows_what_there_is(config: KVPolicyConfig) -> None:

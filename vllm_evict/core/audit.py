@@ -23,11 +23,11 @@ def kept_label(evicted: int, held: int, blocks: int) -> str:
     Args:
         evicted: blocks that it lost, those before a restart included.
         held: blocks that it holds at its end.
-        blocks: blocks that all its tokens fill.
+        blocks: blocks that all its tokens fill; 0 if it holds none and nothing else is known.
     """
     if not evicted:
         return CONTROL
-    return next(label for label, least in KEPT.items() if held >= least * blocks)
+    return next(label for label, least in KEPT.items() if not least or (blocks and held >= least * blocks))
 
 
 class Verdict(NamedTuple):
@@ -39,8 +39,10 @@ class Verdict(NamedTuple):
         first: index of the first other token; None if there is none, and the answer is what full attention gives.
         gap: nats by which full attention prefers its own tokens, summed over all tokens.
         changed: whether it prefers one of them by more than `CLEARLY`.
-        surprise: nats, −log p(token) summed over tokens.
-        expected: nats, the entropy before each token, summed: the mean surprise of answers that full attention samples.
+        surprise: nats, −log p(token) summed over tokens that full attention can sample too.
+        expected: nats, the entropy before each of these, summed: the mean surprise of answers that full attention
+            samples.
+        outside: tokens that full attention cannot sample, since its top-k, top-p or min-p leaves them out.
     """
 
     tokens: int
@@ -50,6 +52,7 @@ class Verdict(NamedTuple):
     changed: bool
     surprise: float
     expected: float
+    outside: int = 0
 
     @property
     def identical(self) -> bool:
@@ -61,9 +64,10 @@ class Verdict(NamedTuple):
         """Make it from scored rows.
 
         Args:
-            rows: float32 [tokens, 4]: log p(token), log p of the likeliest token, tokens that are likelier, entropy.
+            rows: float32 [tokens, 5]: log p(token), log p of the likeliest token, tokens that are likelier, entropy of
+                what can be sampled, whether the token can be.
         """
-        own, best, likelier, entropy = np.asarray(rows, np.float64).T
+        own, best, likelier, entropy, inside = np.asarray(rows, np.float64).T
         others = np.flatnonzero(likelier > 0)
         gaps = best - own
         return cls(
@@ -72,8 +76,9 @@ class Verdict(NamedTuple):
             first=int(others[0]) if len(others) else None,
             gap=float(gaps.sum()),
             changed=bool((gaps > CLEARLY).any()),
-            surprise=float(-own.sum()),
-            expected=float(entropy.sum()),
+            surprise=float(-own @ inside),
+            expected=float(entropy @ inside),
+            outside=int(len(own) - inside.sum()),
         )
 
 

@@ -14,7 +14,7 @@ N = TypeVar("N")
 PLAN = "kv_evict_plan"
 #: Attribute of a `ModelRunnerOutput` that holds a list of `Reports`, one for each KV group.
 REPORTS = "kv_evict_reports"
-#: Attribute of a `ModelRunnerOutput` that holds scored rows, request -> float32 [rows, 4]; absent without any.
+#: Attribute of a `ModelRunnerOutput` that holds scored rows, request -> float32 [rows, 5]; absent without any.
 SCORED = "kv_evict_scored"
 #: Attribute of a `ModelRunnerOutput` that holds what layers of decodes have read on the host, request -> int32 [3], by
 #: `COUNTED`; absent without any.
@@ -112,6 +112,20 @@ class RoomOf(NamedTuple):
     recent: int
 
 
+class Truncation(NamedTuple):
+    """The tokens that a request may sample, as vLLM's sampling parameters have them.
+
+    Attributes:
+        top_k: the likeliest ones; 0: all.
+        top_p: the likeliest ones that have so much probability together.
+        min_p: those that have so much of the probability of the likeliest one.
+    """
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
 class ScoredRows(NamedTuple):
     """Rows of a step that workers score: how likely the token after each row is, as the model sees it.
 
@@ -119,11 +133,13 @@ class ScoredRows(NamedTuple):
         first: index of the first row among those that the request computes in the step.
         tokens: for each row the token after it.
         temperature: divides the logits.
+        truncation: the tokens that could be sampled; None: all.
     """
 
     first: int
     tokens: list[int]
     temperature: float
+    truncation: Truncation | None = None
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import httpx
+import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from ..config import KVPolicyConfig
@@ -47,6 +48,7 @@ class Audit:
         skipped: reason -> answers that were not audited.
         memory: share of its tokens that a request's budget holds, in whole blocks; the mean over requests.
         peak: the same of the most that it held at once.
+        lengths: tokens of a prompt, the shortest and the longest that are like these (`alike`); none known: [].
     """
 
     lost: Scores = field(default_factory=lambda: defaultdict(list))
@@ -54,6 +56,7 @@ class Audit:
     skipped: Counter[str] = field(default_factory=Counter)
     memory: float = 1.0
     peak: float = 1.0
+    lengths: list[int] = field(default_factory=list)
 
     def add(self, kept: bool, scores: dict[str, float]) -> None:
         """Count an answer."""
@@ -64,17 +67,29 @@ class Audit:
         """Note what requests held."""
         self.memory = fmean(each.share(each.budget) for each in usages)
         self.peak = fmean(each.share(each.peak) for each in usages)
+        self.lengths = alike([each.prompt for each in usages])
 
 
 class Held(NamedTuple):
-    """Tokens of one request: of prompt and answer, of its budget (None: it has none), and most that it held."""
+    """Tokens of one request: of its prompt, of prompt and answer, of its budget (None: it has none), and most that it
+    held.
+    """
 
+    prompt: int
     tokens: int
     budget: int | None
     peak: int
 
     def share(self, held: int | None) -> float:
         return 1.0 if held is None else min(1.0, held / self.tokens)
+
+
+def alike(prompts: Sequence[int]) -> list[int]:
+    """Return the tokens of the shortest and of the longest prompt that is like these: a fifth below their 5th
+    percentile, and a quarter above their 95th.
+    """
+    low, high = np.percentile(prompts, [5, 95])
+    return [math.floor(low * 4 / 5), math.ceil(high * 5 / 4)]
 
 
 def auditing(server: KVPolicyConfig) -> KVPolicyConfig:
@@ -119,8 +134,9 @@ class AuditedEngine:
         scheduler = self._offline.scheduler
         assert scheduler is not None  # the command keeps the engine in this process
         self._audits, self._groups = scheduler.part(Audits), scheduler.kv_cache_config.kv_cache_groups
-        # No other requests wait in this engine, so no answer is dropped.
+        # No other requests wait in this engine, so no answer is dropped, and no prefix is worth waiting for.
         self._audits.longest = self._audits.most_tokens = math.inf
+        self._audits.sparing = 0.0
 
     @property
     def bytes_per_token(self) -> float:
@@ -160,7 +176,7 @@ class AuditedEngine:
             outputs = self._offline.generate(prompts, [each.max_tokens for each in batch], contender)
             for prompt, output in zip(ids, outputs, strict=True):
                 usage, tokens = output.kv_usage, len(prompt) + len(output.outputs[0].token_ids)
-                held.append(Held(tokens, usage.budget_tokens, usage.peak_resident_tokens))
+                held.append(Held(len(prompt), tokens, usage.budget_tokens, usage.peak_resident_tokens))
             advance(len(batch))
         audit.hold(held)
         return audit
@@ -259,8 +275,10 @@ class AuditedServer:
                 f"{self._http.url} served {what} under {usage['policy']!r}; expected {contender.config.name!r}: serve "
                 "without what changes the policy of requests"
             )
-        tokens = reply.usage.prompt_tokens + reply.usage.completion_tokens
-        return Held(tokens, usage["budget_tokens"], usage["peak_resident_tokens"])
+        prompt = reply.usage.prompt_tokens
+        return Held(
+            prompt, prompt + reply.usage.completion_tokens, usage["budget_tokens"], usage["peak_resident_tokens"]
+        )
 
     def _settled(self, contender: Contender, before: Counter[tuple[str, str]], asked: int) -> Counter[tuple[str, str]]:
         """Return what a policy's counts grew by, once all its answers are audited or skipped."""

@@ -64,6 +64,8 @@ def flag(result: Result, outcome: Outcome) -> str:
     fields = {"name": config.name, "budget": config.budget, **fields, "audit": AUDIT}
     if result.args.budget_bytes is None and result.args.measure == "identical":
         fields["target"] = result.target
+        if lengths := result.control.get("lengths"):
+            fields["tuned"] = lengths
     return f"--kv-policy {shlex.quote(json.dumps(fields))}"
 
 

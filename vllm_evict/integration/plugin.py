@@ -1,8 +1,16 @@
 """Entry points by which vLLM finds the plugin."""
 
+from types import ModuleType
+
 from .frontend import entrypoints, usage
-from .start import arguments, fallback, reloads
+from .start import arguments, ending, fallback, reloads
 from .start.late import when_imported
+
+
+def _hook_core(module: ModuleType) -> None:
+    reloads.hook(module)
+    ending.hook(module)
+
 
 #: vLLM's modules -> what the plugin adds to them, in every process and idempotently. Without a policy it stays idle.
 HOOKS = {
@@ -10,6 +18,7 @@ HOOKS = {
     "vllm.engine.arg_utils": arguments.hook,
     "vllm.entrypoints.anthropic.protocol": entrypoints.hook_anthropic,
     "vllm.entrypoints.anthropic.serving": entrypoints.hook_messages,
+    "vllm.entrypoints.generate.beam_search.offline": entrypoints.hook_offline_beam_search,
     "vllm.entrypoints.generate.beam_search.online": entrypoints.hook_beam_search,
     "vllm.entrypoints.openai.chat_completion.protocol": entrypoints.hook_requests("ChatCompletionRequest"),
     "vllm.entrypoints.openai.completion.protocol": entrypoints.hook_requests("CompletionRequest"),
@@ -19,7 +28,7 @@ HOOKS = {
     "vllm.entrypoints.serve.engine.protocol": usage.hook_usage,
     "vllm.entrypoints.serve.engine.serving": entrypoints.hook_serving,
     "vllm.v1.engine.async_llm": entrypoints.hook_async_llm,
-    "vllm.v1.engine.core": reloads.hook,
+    "vllm.v1.engine.core": _hook_core,
     "vllm.v1.engine.input_processor": entrypoints.hook_input_processor,
     "vllm.v1.engine.core_client": usage.hook_core_client,
     "vllm.v1.engine.output_processor": usage.hook_output_processor,

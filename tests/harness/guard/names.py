@@ -20,6 +20,9 @@ REPLACED = {
     "vllm.entrypoints.anthropic.serving:AnthropicServingMessages": {
         "integration.frontend.entrypoints:hook_messages.checked": "create_messages",
     },
+    "vllm.entrypoints.generate.beam_search.offline:BeamSearchOfflineMixin": {
+        "integration.frontend.entrypoints:hook_offline_beam_search.marked": "beam_search",
+    },
     "vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin": {
         "integration.frontend.entrypoints:hook_beam_search.checked": "beam_search",
     },
@@ -34,6 +37,7 @@ REPLACED = {
         "integration.frontend.entrypoints:hook_async_llm.add_known_session": "_add_streaming_input_request",
     },
     "vllm.v1.engine.core:EngineCore": {"integration.start.reloads:hook": "add_lora collective_rpc"},
+    "vllm.v1.engine.core:EngineCoreProc": {"integration.start.ending:hook.handled": "_handle_shutdown"},
     "vllm.v1.engine.input_processor:InputProcessor": {
         "integration.frontend.entrypoints:hook_input_processor.checked": "process_inputs",
     },
@@ -65,6 +69,7 @@ REPLACED = {
         "integration.engine.allocation:before_giving_up": "allocate_slots",
         "integration.engine.allocation:Reads.__init__.allocate_slots": "allocate_slots",
         "integration.engine.allocation:count_published": "estimate_cached_tokens",
+        "integration.engine.shadows:ShadowRequests.__init__.record_prefix_cache_stats": "record_prefix_cache_stats",
     },
     "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": {
         "integration.engine.allocation:before_giving_up": "get_num_blocks_to_allocate",

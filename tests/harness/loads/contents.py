@@ -156,4 +156,4 @@ def scored(
         # What the last row predicts is no token of the request.
         if told.tokens[:-1] != row.tokens[first + 1 : last]:
             raise Fault("rows", f"{told.tokens} are to be scored, the tokens are {row.tokens[first + 1 : last]}")
-    return {req_id: np.zeros((len(told.tokens), 4), np.float32) for req_id, told in asked.items()}
+    return {req_id: np.zeros((len(told.tokens), 5), np.float32) for req_id, told in asked.items()}

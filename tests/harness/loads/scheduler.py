@@ -351,7 +351,8 @@ class Simulation(Invariants):
     def _watch_audits(self) -> None:
         """Count verdicts. Answers wait for no idle engine, so that shadows run beside other requests."""
         part = self.scheduler.part(Audits)
-        part.idle_only, judge = 0.0, part.judge
+        part.idle_only = part.sparing = 0.0
+        judge = part.judge
 
         def judged(*audit: Any) -> None:
             answer, *_, missed = audit

@@ -260,6 +260,9 @@ class Mechanism(ABC):
     def before_stats(self) -> None:  # noqa: B027
         """Set the gauges of /metrics."""
 
+    def on_stats(self, stats: Any) -> None:  # noqa: B027
+        """Change vLLM's `SchedulerStats` of a step."""
+
     # A request
 
     def on_turn(self, req_id: str, blocks: Sequence[RequestBlocks]) -> None:  # noqa: B027
@@ -284,6 +287,9 @@ class Mechanism(ABC):
 
     def on_pause(self) -> None:  # noqa: B027
         """Note that vLLM is about to pause, or to end all requests."""
+
+    def on_shutdown(self) -> None:  # noqa: B027
+        """Note that the engine takes no more requests, and ends once clients have the answers of those that it has."""
 
     def on_reset(self) -> None:  # noqa: B027
         """Note that what requests have computed is void: vLLM is about to reset its cache, or weights changed."""

@@ -10,7 +10,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from functools import cached_property
 from time import monotonic
 from typing import Any
 
@@ -21,11 +21,14 @@ from vllm.v1.request import Request, RequestStatus
 
 from ...config import NEVER, KVPolicyConfig
 from ...core.actions import Action
-from ...core.audit import CONTROL, KEPT, Verdict, kept_label, missed_mass, wilson
+from ...core.audit import CONTROL, KEPT, Verdict, missed_mass
 from ...core.blocks import RequestBlocks
+from ...core.evidence import Promise
 from ...core.mechanisms import Mechanism, Metric, Step
 from ...core.plan import SCORED, EvictionPlan, Reports, ScoredRows, Scoring
 from ..start.capabilities.refuse import measures_mass
+from . import said
+from .answers import AuditedAnswer, Loss, Losses, served_tokens, unfit
 from .hits import Hit
 from .managers import most_beside
 from .reconstruction import Reconstructions
@@ -34,8 +37,11 @@ from .view import EngineView
 
 logger = init_logger("vllm.evict")
 
-#: Seconds for which an answer waits for an idle engine; seconds after which it is dropped.
+#: Seconds for which an answer waits for an idle engine, and for free blocks that are in no cached prefix; seconds after
+#: which it is dropped.
 IDLE_ONLY, LONGEST = 30.0, 60.0
+#: Answers for which such blocks are counted in one step.
+LOOKED_AT = 8
 #: Most tokens of answers that wait, their prompts included.
 MOST_TOKENS = 1 << 20
 #: Most shadows of one answer: others withdraw it.
@@ -44,38 +50,6 @@ MOST_TRIES = 8
 SAID_EVERY = 100
 #: What workers report of a shadow.
 MASS = frozenset({"mass"})
-#: Fewest audited answers by which the target is judged.
-FEWEST = 30
-
-
-@dataclass(slots=True, eq=False)
-class AuditedAnswer:
-    """An answer that waits for its audit.
-
-    Attributes:
-        request: vLLM's request, which has ended.
-        policy: name of the request's policy.
-        kept: label of the share of its blocks that it kept (`core.audit.kept_label`).
-        gone: int64 [n], logical blocks that were gone at its end; None: their mass cannot be measured.
-        since: when it ended, of `monotonic`.
-        tries: shadows of it so far.
-    """
-
-    request: Request
-    policy: str
-    kept: str
-    gone: np.ndarray | None
-    since: float
-    tries: int = 0
-
-    @property
-    def greedy(self) -> bool:
-        return self.request.sampling_params.temperature == 0
-
-    @property
-    def first(self) -> int:
-        """Row after which the answer's first token comes."""
-        return int(self.request.num_prompt_tokens) - 1
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -84,40 +58,16 @@ class Check(Shadow):
 
     Attributes:
         answer: the answer that it checks.
-        hit: tokens that it has from the prefix cache.
-        rows: what workers have scored, float32 [n, 4] for each chunk.
+        rows: what workers have scored, float32 [n, 5] for each chunk.
     """
 
     answer: AuditedAnswer
-    hit: int = 0
     rows: list[np.ndarray] = field(default_factory=list)
 
     @property
     def measured(self) -> bool:
         """Whether workers measure the attention of the answer's queries."""
         return self.answer.gone is not None and len(self.answer.gone) > 0
-
-
-def unfit(request: Request) -> str | None:
-    """Return why the answer of a request that ended is not audited; None if it is."""
-    params = request.sampling_params
-    sampled = params.temperature > 0
-    reasons = {
-        "aborted": request.status not in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED),
-        "empty": not request.num_output_tokens,
-        "session": request.resumable,
-        "media": request.prompt_token_ids is None or request.prompt_embeds is not None or request.mm_features,
-        "grammar": params.structured_outputs is not None,
-        "penalties": params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1,
-        "bias": params.logit_bias
-        or params.allowed_token_ids
-        or params.bad_words
-        or params.min_tokens
-        or getattr(params, "thinking_token_budget", None) is not None,
-        # Full attention may give a token no probability that the request could sample.
-        "truncated": sampled and (params.top_p < 1 or params.top_k > 0 or params.min_p > 0),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _by_share(name: str, help: str) -> Metric:
@@ -134,6 +84,7 @@ class Audits(Mechanism):
     Attributes:
         drawn: answers drawn so far.
         idle_only: seconds for which each waits for an idle engine.
+        sparing: seconds for which each waits for free blocks that are in no cached prefix.
         longest: seconds after which it is dropped.
         most_tokens: most tokens of answers that wait, their prompts included.
         told: called with each answer that was drawn, and its verdict, or why it has none.
@@ -147,7 +98,8 @@ class Audits(Mechanism):
         "agreed": _by_share("tokens_agreed", "Tokens that full attention prefers to all others."),
         "gap": _by_share("gap_nats", "Nats by which it prefers its own tokens, summed over tokens."),
         "sampled_requests": _by_share("sampled_requests", "Sampled answers that full attention has scored."),
-        "sampled_tokens": _by_share("sampled_tokens", "Tokens of sampled answers."),
+        "sampled_tokens": _by_share("sampled_tokens", "Tokens of these that full attention can sample, too."),
+        "outside_tokens": _by_share("outside_tokens", "Tokens of these that its top-k, top-p or min-p leave out."),
         "surprise": _by_share("surprise_nats", "Nats by which sampled tokens surprise full attention, summed."),
         "expected": _by_share("expected_nats", "The same had full attention sampled them: entropy, summed."),
         "measured": _by_share("measured", "Answers whose attention to lost blocks was measured."),
@@ -158,6 +110,11 @@ class Audits(Mechanism):
         ),
         "audit": Metric("audit_share", "Share of answers that are drawn for an audit.", "field"),
         "target": Metric("audit_target", "Share of audited answers that should be identical.", "field"),
+        "missed": Metric(
+            "audit_target_missed",
+            "1 while audits, or prompts of other lengths, speak against the target; else 0.",
+            "gauge",
+        ),
     }
 
     def __init__(self, scheduler: EngineView) -> None:
@@ -171,6 +128,7 @@ class Audits(Mechanism):
         self._waits = False
         self.drawn = 0
         self.idle_only, self.longest, self.most_tokens = IDLE_ONLY, LONGEST, float(MOST_TOKENS)
+        self.sparing = IDLE_ONLY
         self.told: Callable[[AuditedAnswer, Verdict | str], None] | None = None
         self._measures = measures_mass(scheduler.vllm_config)
         self._processed = bool(scheduler.vllm_config.model_config.logits_processors)
@@ -178,7 +136,14 @@ class Audits(Mechanism):
         self._totals: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
         self._firsts: list[int] = []
         self._skips: Counter[str] = Counter()
+        self._losses = Losses()
+        #: Whether the log has said that most answers have no audit.
         self._warned = False
+        #: Whether the engine ends once clients have their answers.
+        self._ending = False
+        own = scheduler.vllm_config.model_config.get_diff_sampling_param() or {}
+        if own.get("repetition_penalty", 1) != 1:
+            logger.warning(said.OF_MODEL)
 
     @classmethod
     def serves(cls, config: KVPolicyConfig) -> bool:
@@ -201,33 +166,57 @@ class Audits(Mechanism):
 
     def on_free(self, request: Request) -> None:
         """Take in the answer of a request that has ended, if it is drawn."""
-        manager = self._scheduler.kv_managers[0]
-        blocks = manager.residents.get(request.request_id)  # None if it never came in through `add_request`
-        if blocks is None or not request.is_finished() or self._shadows.owns(request.request_id):
+        manager, req_id = self._scheduler.kv_managers[0], request.request_id
+        blocks = manager.residents.get(req_id)  # None if it never came in through `add_request`
+        if blocks is None or self._shadows.owns(req_id):
             return
-        if self._drawn.random() >= self.view.kv_policy.audit:
+        table = manager.req_to_blocks.get(req_id, ())
+        loss = Loss(blocks.held(len(table)), len(table), blocks.residence.absent) if table else Loss()
+        if not request.is_finished():
+            if blocks.evicted_blocks and table:
+                self._losses.start_over(req_id, loss)
             return
+        kept, gone = self._losses.end(req_id, blocks.evicted_blocks, loss)
+        if self._drawn.random() < self.view.kv_policy.audit:
+            # With token granularity each head has lost tokens of its own.
+            known = gone if self._measures and blocks.config.granularity == "block" else None
+            self._take(AuditedAnswer(request, blocks.policy, kept, known, monotonic()))
+
+    def _take(self, answer: AuditedAnswer) -> None:
+        """Have an answer wait that was drawn, or skip it."""
         self.drawn += 1
-        table = manager.req_to_blocks.get(request.request_id, ())
-        kept = kept_label(blocks.evicted_blocks, blocks.held(len(table)), len(table))
-        # With token granularity each head has lost tokens of its own.
-        gone = blocks.residence.absent if self._measures and blocks.config.granularity == "block" else None
-        answer = AuditedAnswer(request, blocks.policy, kept, gone, monotonic())
-        if (why := "processors" if self._processed else unfit(request)) is not None:
+        request, served = answer.request, None
+        why = "shutdown" if self._ending else "processors" if self._processed else unfit(request)
+        if why != "beam" and self._promise is not None:
+            alike = self._promise.draw(request.num_prompt_tokens)
+            if alike is not None:
+                logger.warning(said.lengths(self._promise, alike))
+        if why is None:
+            tokenizer = getattr(self._scheduler.structured_output_manager, "tokenizer", None)
+            if (served := served_tokens(request, tokenizer)) is None:
+                why = "aborted"
+            elif self._tokens + request.num_prompt_tokens + served > self.most_tokens:
+                why = "backlog"
+        if why is not None:
             self._skip(answer, why)
-        elif self._tokens + request.num_tokens > self.most_tokens:
-            self._skip(answer, "backlog")
-        else:
-            self._backlog.append(answer)
-            self._tokens += request.num_tokens
+            return
+        answer.token_ids = list(request.all_token_ids[: request.num_prompt_tokens + (served or 0)])
+        self._backlog.append(answer)
+        self._tokens += len(answer.token_ids)
 
     def _drop(self, answer: AuditedAnswer) -> None:
         self._backlog.remove(answer)
-        self._tokens -= answer.request.num_tokens
+        self._tokens -= len(answer.token_ids)
 
     def _skip(self, answer: AuditedAnswer, why: str) -> None:
         self._skips[why] += 1
         self._scheduler.tally.add(answer.policy, why, skipped=1)
+        if answer.computed:
+            self._scheduler.tally.add(answer.policy, answer.kept, computed_tokens=answer.computed)
+        skipped, audited = sum(self._skips.values()), sum(map(said.audited, self._totals.values()))
+        if not self._warned and skipped >= SAID_EVERY and skipped > audited:
+            self._warned = True
+            logger.warning(said.coverage(self._skips, audited))
         if self.told is not None:
             self.told(answer, why)
 
@@ -244,6 +233,11 @@ class Audits(Mechanism):
     def on_reset(self) -> None:
         """Drop all answers: a prefix cache is reset where weights change, too."""
         self._stop("reset")
+
+    def on_shutdown(self) -> None:
+        """Drop all answers, and take no more: the engine ends once clients have their answers."""
+        self._ending = True
+        self._stop("shutdown")
 
     def has_work(self) -> bool:
         return bool(self._backlog) and self._scheduler.pause_state == PauseState.UNPAUSED
@@ -274,12 +268,18 @@ class Audits(Mechanism):
             return
         if unfinished and not self._shadows.fits(1):
             return  # no answer fits, however short
-        pool = scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
+        pool, looked_at = scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1, 0
         for answer in list(self._backlog):
             if unfinished and now - answer.since < self.idle_only:
                 return
             needed = self._needed(answer)
             if answer.tries < MOST_TRIES and self._shadows.fits(needed):
+                if now - answer.since < self.sparing:
+                    looked_at += 1
+                    if looked_at > LOOKED_AT:
+                        return
+                    if not self._shadows.spares(answer.request, answer.first, needed):
+                        continue
                 answer.tries += 1
                 self._add(answer, needed)
                 return
@@ -293,12 +293,12 @@ class Audits(Mechanism):
 
     def _needed(self, answer: AuditedAnswer) -> int:
         """Return the blocks that the shadow of an answer takes at most."""
-        tokens, (manager,) = answer.request.num_tokens, self._scheduler.kv_managers
+        tokens, (manager,) = len(answer.token_ids), self._scheduler.kv_managers
         return math.ceil(tokens / manager.block_size) + most_beside(self._scheduler.other_managers, tokens, hit=True)
 
     def _add(self, answer: AuditedAnswer, needed: int) -> None:
         # The answer's last token predicts nothing that was served.
-        request = self._shadows.request("audit", answer.request, list(answer.request.all_token_ids)[:-1])
+        request = self._shadows.request("audit", answer.request, answer.token_ids[:-1])
         block_size = self._scheduler.kv_managers[0].block_size
         blocks = RequestBlocks(KVPolicyConfig(name="full"), None, block_size, answer.policy)
         # It hits no block of the answer, whose rows have to be computed.
@@ -312,9 +312,9 @@ class Audits(Mechanism):
             self._shadows.withdraw(shadow)
 
     def on_hit(self, request: Request, hit: Hit) -> Hit:
-        """Note how much a shadow hits: it publishes nothing."""
+        """End a shadow's pure tokens with its hit: it publishes nothing."""
         if (shadow := self._shadow) is not None and request is shadow.request:
-            self._scheduler.residents[request.request_id].pure_tokens = shadow.hit = hit.tokens
+            self._scheduler.residents[request.request_id].pure_tokens = hit.tokens
         return hit
 
     def on_start(self, plan: EvictionPlan, req_id: str, blocks: Sequence[RequestBlocks]) -> None:
@@ -336,10 +336,11 @@ class Audits(Mechanism):
             return
         answer, end = shadow.answer, shadow.request.num_computed_tokens
         start = end - count
+        answer.computed += count
         if end > (first := max(start, answer.first)):
-            tokens = list(answer.request.all_token_ids[first + 1 : end + 1])
+            tokens = answer.token_ids[first + 1 : end + 1]
             temperature = 1.0 if answer.greedy else answer.request.sampling_params.temperature
-            plan.rows[shadow.request.request_id] = ScoredRows(first - start, tokens, temperature)
+            plan.rows[shadow.request.request_id] = ScoredRows(first - start, tokens, temperature, answer.truncation)
         if shadow.measured and end >= shadow.request.num_prompt_tokens:
             plan.groups[0].report[shadow.request.request_id] = MASS
 
@@ -354,14 +355,13 @@ class Audits(Mechanism):
         if (shadow := self._shadow) is not None and self._shadows.ended(shadow):
             self._shadow, answer = None, shadow.answer
             self._drop(answer)
-            rows = _sound(shadow.rows, answer.request.num_output_tokens)
+            rows = _sound(shadow.rows, answer.tokens)
             if rows is None or shadow.request.status == RequestStatus.FINISHED_ERROR:
                 self._skip(answer, "failed")
             else:
-                computed = shadow.request.num_prompt_tokens - shadow.hit
                 report = reports[0].get(shadow.request.request_id)
                 missed = None if answer.gone is None else missed_mass(report, answer.gone)
-                self.judge(answer, Verdict.of(rows), computed, missed)
+                self.judge(answer, Verdict.of(rows), answer.computed, missed)
         yield from ()
 
     # --- figures -----------------------------------------------------------------------------------------------------
@@ -371,7 +371,7 @@ class Audits(Mechanism):
 
         Args:
             answer, verdict: of the audit.
-            computed: tokens that the shadow computed.
+            computed: tokens that its shadows computed.
             missed: see `core.audit.missed_mass`.
         """
         counts: dict[str, float] = {"computed_tokens": computed}
@@ -381,65 +381,40 @@ class Audits(Mechanism):
             counts |= {"audited": 1, "identical": verdict.identical, "changed": verdict.changed}
             counts |= {"tokens": verdict.tokens, "agreed": verdict.agreed, "gap": verdict.gap}
         else:
-            counts |= {"sampled_requests": 1, "sampled_tokens": verdict.tokens}
+            counts |= {"sampled_requests": 1, "sampled_tokens": verdict.tokens - verdict.outside}
+            counts |= {"outside_tokens": verdict.outside}
             counts |= {"surprise": verdict.surprise, "expected": verdict.expected}
         self._scheduler.tally.add(answer.policy, answer.kept, **counts)
         lost = answer.kept != CONTROL
         self._totals[lost].update(counts)
         if lost and answer.greedy and verdict.first is not None:
             self._firsts.append(verdict.first)
-        if sum(each["audited"] + each["sampled_requests"] for each in self._totals.values()) % SAID_EVERY == 0:
-            self._say()
-        self._judge_target()
+        if sum(map(said.audited, self._totals.values())) % SAID_EVERY == 0:
+            logger.info("KV policies, answers audited: %s", said.figures(self._totals, self._firsts, self._skips))
+            self._firsts.clear()
+        if lost and answer.greedy and self._promise is not None:
+            kept = self._promise.audit(verdict.identical)
+            if kept is not None:
+                logger.warning(said.target(self._promise, kept, self._totals[False]))
         if self.told is not None:
             self.told(answer, verdict)
 
-    def _say(self) -> None:
-        """Log a line about all answers so far."""
-        parts = []
-        for lost, whose in ((True, "lost blocks"), (False, "lost none")):
-            counts = self._totals[lost]
-            if n := int(counts["audited"]):
-                low, high = wilson(counts["identical"], n)
-                part = f"of {n} that {whose}, full attention gives {int(counts['identical'])} as they are "
-                part += f"({low:.0%} to {high:.0%}) and clearly others for {int(counts['changed'])}"
-                parts.append(part)
-            if n := int(counts["sampled_tokens"]):
-                more = (counts["surprise"] - counts["expected"]) / n
-                parts.append(f"sampled answers that {whose} surprise by {more:.3f} nats a token more than expected")
-        if n := int(self._totals[True]["measured"]):
-            missed = self._totals[True]["missed_mass"] / n
-            parts.append(f"answers that lost blocks would pay {missed:.1%} of their attention to these")
-        if self._firsts:
-            parts.append(f"the first other token is number {median(self._firsts):g} (median)")
-        if self._skips:
-            listed = ", ".join(f"{why} {count}" for why, count in sorted(self._skips.items()))
-            parts.append(f"not audited: {listed}")
-        logger.info("KV policies, answers audited: %s", "; ".join(parts))
-        self._firsts.clear()
+    # --- the target --------------------------------------------------------------------------------------------------
 
-    def _judge_target(self) -> None:
-        """Warn once if fewer answers are identical than the target says, beyond chance."""
-        target, counts, control = self.view.kv_policy.target, self._totals[True], self._totals[False]
-        if target is None or self._warned or (n := int(counts["audited"])) < FEWEST:
-            return
-        low, high = wilson(counts["identical"], n)
-        if high >= target:
-            return
-        self._warned = True
-        same = ""
-        if seen := int(control["audited"]):
-            same = f" Of {seen} answers that lost nothing {int(control['identical'])} are identical."
-        logger.warning(
-            "KV policies got %d of %d audited answers identical to those of full attention (%.3f to %.3f); expected "
-            "the target %.3f or more: raise the budget, or pick another policy.%s Said once.",
-            counts["identical"], n, low, high, target, same,
-        )  # fmt: skip
+    @cached_property
+    def _promise(self) -> Promise | None:
+        """What the server expects of its traffic."""
+        policy = self.view.kv_policy
+        return None if policy.target is None else Promise(policy.target, getattr(policy, "tuned", None))
+
+    def before_stats(self) -> None:
+        if self._promise is not None:
+            self._scheduler.tally.hold(self.view.kv_policy.name, missed=int(not self._promise.kept))
 
 
 def _sound(rows: list[Any], tokens: int) -> np.ndarray | None:
-    """Return the rows of all chunks, float32 [tokens, 4]; None if some are missing or are no numbers."""
-    if not rows or not all(isinstance(each, np.ndarray) and each.ndim == 2 and each.shape[1] == 4 for each in rows):
+    """Return the rows of all chunks, float32 [tokens, 5]; None if some are missing or are no numbers."""
+    if not rows or not all(isinstance(each, np.ndarray) and each.ndim == 2 and each.shape[1] == 5 for each in rows):
         return None
     whole = np.concatenate(rows)
     return whole if len(whole) == tokens and np.isfinite(whole).all() else None

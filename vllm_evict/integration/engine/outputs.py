@@ -62,6 +62,7 @@ class Usages:
     def stats(self, stats: SchedulerStats) -> EvictionStats:
         """Add the counts by policy to vLLM's statistics of a step."""
         self._scheduler.mechanisms.call("before_stats")
+        self._scheduler.mechanisms.call("on_stats", stats)
         first, *others = (manager.held for manager in self._scheduler.kv_managers)
         held = {policy: blocks + sum(each[policy] for each in others) for policy, blocks in first.items()}
         return EvictionStats.of(stats, self._scheduler.tally.take(held))

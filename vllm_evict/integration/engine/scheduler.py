@@ -397,6 +397,10 @@ class EvictionMixin(Base):
             self.mechanisms.call("on_pause")
         super().set_pause_state(pause_state)
 
+    def end(self) -> None:
+        """Hear that the engine takes no more requests (see `start.ending`)."""
+        self.mechanisms.call("on_shutdown")
+
     def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> list[Request]:
         if request_ids is None:
             self.mechanisms.call("on_pause")

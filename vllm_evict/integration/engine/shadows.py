@@ -7,9 +7,12 @@ import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
+from typing import Any
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request, RequestStatus
 
 from ...config import KVPolicyConfig
@@ -69,6 +72,15 @@ class ShadowRequests(Mechanism):
         self.current: Shadow | None = None
         self._hidden: set[str] = set()
         self._ids = itertools.count()
+        cache = scheduler.kv_cache_manager
+        record = cache.record_prefix_cache_stats
+
+        @wraps(record)
+        def record_prefix_cache_stats(request: Request, *args: Any, **kwargs: Any) -> None:
+            if not self.owns(request.request_id):
+                record(request, *args, **kwargs)
+
+        cache.record_prefix_cache_stats = record_prefix_cache_stats  # what clients' requests look up alone
 
     @classmethod
     def serves(cls, config: KVPolicyConfig) -> bool:
@@ -89,6 +101,23 @@ class ShadowRequests(Mechanism):
                 client.finished_requests = client.finished_requests - self._hidden
         # vLLM names a finished request once, so earlier shadows need no hiding any more.
         self._hidden &= {self.current.request.request_id} if self.current else set()
+
+    def on_stats(self, stats: SchedulerStats) -> None:
+        """Leave the shadow out of what vLLM counts of requests and of the blocks that they hold."""
+        if self.current is None or self.current.request.is_finished():
+            return
+        request, cache = self.current.request, self._scheduler.kv_cache_manager
+        if request.status == RequestStatus.RUNNING:
+            stats.num_running_reqs -= 1
+        else:
+            stats.num_waiting_reqs -= 1
+        held = {
+            block.block_id
+            for table in cache.get_blocks(request.request_id).blocks
+            for block in table
+            if block.ref_cnt == 1
+        }
+        stats.kv_cache_usage = max(stats.kv_cache_usage - len(held) / max(cache.block_pool.num_gpu_blocks - 1, 1), 0.0)
 
     def on_finish(self, finished: list[Request]) -> list[Request]:
         return [request for request in finished if request.request_id not in self._hidden]
@@ -118,6 +147,28 @@ class ShadowRequests(Mechanism):
         """Return whether the pool has room for a shadow that needs so many blocks, and the batch has a place for it."""
         scheduler = self._scheduler
         return scheduler.free_blocks >= needed + self.spare and scheduler.seats.taken < self.seats
+
+    def spares(self, original: Request, first: int, needed: int) -> bool:
+        """Return whether a shadow finds its blocks without any that is in a cached prefix, but for those that it hits.
+
+        vLLM hands out free blocks of no prefix first, then those of the prefixes that were used least lately.
+
+        Args:
+            original: the request whose prompt the shadow has.
+            first: tokens that the shadow hits at most.
+            needed: blocks that it takes, those that it hits included.
+        """
+        cache = self._scheduler.kv_cache_manager
+        if not cache.enable_caching:
+            return True
+        pool, free = cache.block_pool, 0
+        block = pool.free_block_queue.fake_free_list_head.next_free_block
+        while free < needed and block is not None and block.block_id >= 0 and block.block_hash is None:
+            free, block = free + 1, block.next_free_block
+        if free == needed:
+            return True
+        hit = cache.coordinator.find_longest_cache_hit(original.block_hashes, first)[1]
+        return free >= needed - hit // self._scheduler.kv_managers[0].block_size
 
     def gets_on(self, shadow: Shadow) -> bool:
         """Return whether a shadow runs or still fits. Requests would wait behind a preempted shadow."""
@@ -157,6 +208,8 @@ class ShadowRequests(Mechanism):
             groups: its blocks in each KV group. Their `pure_tokens` are the most that it hits and publishes.
         """
         scheduler, request = self._scheduler, shadow.request
+        # From now on there are blocks that may not be published, also where no request loses any.
+        scheduler.admission.changes = True
         self.current = shadow
         self._hidden.add(request.request_id)
         for manager, blocks in zip(scheduler.kv_managers, groups, strict=True):

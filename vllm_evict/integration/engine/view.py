@@ -49,6 +49,7 @@ class EngineView(SchedulerView, Protocol):
     num_waiting_for_streaming_input: int
     num_spec_tokens: int
     num_lookahead_tokens: int
+    structured_output_manager: Any
     defer_block_free: bool
     reset_preempted_req_ids: set[str]
 

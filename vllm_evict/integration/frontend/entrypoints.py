@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BeforeValidator, WrapValidator
 
-from ...config import REQUEST_FIELDS, TURN_FIELDS, KVPolicyConfig, KVPolicyError
+from ...config import BEAM, REQUEST_FIELDS, TURN_FIELDS, KVPolicyConfig, KVPolicyError
 from ...config.errors import shown
 from ..start.connectors import asks_to_hand_on, hands_on, prefills_alone
 from ..start.late import once
@@ -28,7 +28,8 @@ UNKNOWN = "kv_evict_unknown"
 _session: ContextVar[list[str] | None] = ContextVar("kv_evict_session", default=None)
 #: The client's request that a task answers.
 _answered: ContextVar[Any] = ContextVar("kv_evict_answered", default=None)
-#: What a client's beam search asks of the policy, where the search runs; vLLM hands it to none of its requests.
+#: What a client's beam search asks of the policy, where the search runs; vLLM hands it to none of its requests. None:
+#: no search runs.
 _beam_fields: ContextVar[dict[str, Any] | None] = ContextVar("kv_evict_beam_fields", default=None)
 
 
@@ -381,6 +382,24 @@ def hook_beam_search(module: ModuleType) -> None:
     cls.beam_search = checked
 
 
+def hook_offline_beam_search(module: ModuleType) -> None:
+    """Mark the requests of a beam search of `LLM` as such."""
+    cls = module.BeamSearchOfflineMixin
+    beam_search = cls.beam_search
+    if not once(cls):
+        return
+
+    @functools.wraps(beam_search)
+    def marked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before = _beam_fields.set({})
+        try:
+            return beam_search(self, *args, **kwargs)
+        finally:
+            _beam_fields.reset(before)
+
+    cls.beam_search = marked
+
+
 def hook_requests(name: str) -> Callable[[ModuleType], None]:
     """Have the requests `name` of a module take null in the place of fields that are not given."""
 
@@ -434,6 +453,8 @@ def hook_input_processor(module: ModuleType) -> None:
             if request.resumable:
                 _check_turn(self.vllm_config, params)
             _check_request(self.vllm_config, params.extra_args, length, params.max_tokens)
+        if _beam_fields.get() is not None:
+            params.extra_args = {**(params.extra_args or {}), BEAM: True}
         return request
 
     cls.process_inputs = checked

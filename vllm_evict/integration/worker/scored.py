@@ -1,5 +1,6 @@
 """Scores rows of a step: how likely the model finds the token after each of them (`core.plan.ScoredRows`)."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from typing import Any
@@ -8,10 +9,12 @@ import numpy as np
 import torch
 
 from ...compute.transfer import copied, to_device, to_host
-from ...core.plan import ScoredRows
+from ...core.plan import ScoredRows, Truncation
 
 #: Rows whose logits are there at once.
 AT_ONCE = 64
+#: Of these, rows that are sorted at once, to find what top-k, top-p and min-p leave of them.
+TRUNCATED_AT_ONCE = 4
 #: Bytes for each of these logits: as the model gives them, in float32, and two intermediate results.
 OF_LOGIT = 16
 
@@ -42,7 +45,7 @@ class Scorer:
         self._rows, self._scored = rows, {}
 
     def take(self) -> tuple[dict[str, np.ndarray], Any]:
-        """Return the step's scored rows, request -> float32 [rows, 4], and an event after which they are valid."""
+        """Return the step's scored rows, request -> float32 [rows, 5], and an event after which they are valid."""
         scored, self._scored, self._rows = self._scored, {}, {}
         return scored, copied(self._device) if scored else None
 
@@ -89,31 +92,71 @@ class Scorer:
             hidden = hidden_states[first : first + len(rows.tokens)]
             tokens = to_device(np.array(rows.tokens, np.int64), hidden.device)
             pieces = zip(hidden.split(AT_ONCE), tokens.split(AT_ONCE))
-            scored = list(_scores(compute_logits, pieces, rows.temperature))
+            scored = list(_scores(compute_logits, pieces, rows.temperature, rows.truncation))
             if scored:
                 self._scored[req_id] = to_host(torch.cat(scored))
 
 
-def _scores(compute_logits: Any, pieces: Any, temperature: float) -> Iterator[torch.Tensor]:
-    """Yield the scores of each piece of rows, float32 [n, 4]; nothing on ranks that get no logits."""
+def _scores(
+    compute_logits: Any, pieces: Any, temperature: float, truncation: Truncation | None
+) -> Iterator[torch.Tensor]:
+    """Yield the scores of each piece of rows, float32 [n, 5]; nothing on ranks that get no logits."""
     for hidden, tokens in pieces:
         if (logits := compute_logits(hidden)) is not None:
-            yield score(logits, tokens, temperature)
+            yield score(logits, tokens, temperature, truncation)
 
 
-def score(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
+def score(
+    logits: torch.Tensor, tokens: torch.Tensor, temperature: float, truncation: Truncation | None = None
+) -> torch.Tensor:
     """Score the token after each row.
 
     Args:
         logits: [n, vocabulary].
         tokens: int64 [n].
         temperature: divides the logits.
+        truncation: the tokens that could be sampled; None: all.
 
     Returns:
-        float32 [n, 4]: log p(token), log p of the likeliest token, number of tokens that are likelier, entropy in nats.
+        float32 [n, 5]: log p(token), log p of the likeliest token, number of tokens that are likelier, entropy in nats,
+        1 if the token can be sampled, else 0. Log p and entropy are those of sampling, but for a token that cannot be
+        sampled, whose log p is that among all tokens.
     """
     log_p = torch.log_softmax(logits.float() / temperature, dim=-1)
-    own = log_p.gather(1, tokens[:, None])
+    own, best = log_p.gather(1, tokens[:, None]), log_p.amax(1)
     likelier = (log_p > own).sum(1).float()
-    entropy = torch.special.entr(log_p.exp()).sum(1)
-    return torch.stack((own[:, 0], log_p.amax(1), likelier, entropy), 1)
+    if truncation is None:
+        entropy, inside = torch.special.entr(log_p.exp()).sum(1), torch.ones_like(best)
+        return torch.stack((own[:, 0], best, likelier, entropy, inside), 1)
+    some = zip(log_p.split(TRUNCATED_AT_ONCE), tokens.split(TRUNCATED_AT_ONCE))
+    own_sampled, entropy = torch.cat([_sampled(*each, truncation) for each in some]).T
+    inside = own_sampled > -torch.inf
+    return torch.stack((torch.where(inside, own_sampled, own[:, 0]), best, likelier, entropy, inside.float()), 1)
+
+
+def _sampled(log_p: torch.Tensor, tokens: torch.Tensor, truncation: Truncation) -> torch.Tensor:
+    """Return log p of each token, -inf if it cannot be sampled, and the entropy, of what is sampled: float32 [n, 2].
+
+    vLLM truncates in this order, too. Tokens as likely as the last one that it leaves can all be sampled here.
+
+    Args:
+        log_p: float32 [n, vocabulary].
+        tokens: int64 [n].
+        truncation: of the request.
+    """
+
+    def cut(least: torch.Tensor) -> torch.Tensor:
+        return torch.log_softmax(log_p.masked_fill(log_p < least, -torch.inf), -1)
+
+    if truncation.min_p > 0:
+        log_p = cut(log_p.amax(-1, keepdim=True) + math.log(truncation.min_p))
+    if 0 < truncation.top_k < log_p.shape[-1]:
+        log_p = cut(log_p.topk(truncation.top_k).values[:, -1:])
+    if truncation.top_p < 1:
+        falling = log_p.sort(-1, descending=True).values
+        p = falling.exp()
+        # A token stays if those before it have less than top-p; the first one always does.
+        stays = (p.cumsum(-1) - p < truncation.top_p).sum(-1, keepdim=True).clamp(min=1)
+        log_p = cut(falling.gather(-1, stays - 1))
+    entropy = torch.special.entr(log_p.exp()).sum(-1)
+    return torch.stack((log_p.gather(1, tokens[:, None])[:, 0], entropy), 1)
