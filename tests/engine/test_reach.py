@@ -73,7 +73,7 @@ def check_agents(engine, blocks, whole=True, **options):
 
 
 def assert_reaches_like_dense(
-    model, prompt, output, trace, read, hold=8, index=None, dense=None, atol=2e-3, size=BLOCK, pressure=False,
+    model, prompt, output, trace, read, hold=1, index=None, dense=None, atol=2e-3, size=BLOCK, pressure=False,
     budget=256, sink=32, recent=32, **more,
 ):  # fmt: skip
     """Log-probabilities of a traced request are those of a dense model that has everything, and chooses for itself.

@@ -95,7 +95,7 @@ def test_answers_are_those_of_a_dense_model_that_chooses_for_itself(engine, deep
     chosen = 0
     for answered in server.answered(random_requests((700, 50), (230, 80), (500, 40))):
         chosen += assert_reads_like_dense(deep, *answered, **given)
-    assert chosen > 100 / (given.get("hold", 8) if name != "moved" else 5)
+    assert chosen > 100 / (given.get("hold", 1) if name != "moved" else 5)
     assert_nothing_left(server)
 
 

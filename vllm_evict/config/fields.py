@@ -171,7 +171,7 @@ READ = (
     Option(
         "hold",
         whole(1) | real(gt=0, lt=1),
-        8,
+        1,
         "with `read`: decode steps that read one choice, at most; or, below 1, a cosine: a choice stands in a layer "
         "until its query has a smaller one with the query that chose",
     ),

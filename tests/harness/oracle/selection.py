@@ -41,7 +41,7 @@ class Chooser:
         read,
         sink,
         recent,
-        hold=8,
+        hold=1,
         index=None,
         dense_layers=0,
         leaders=1,
