@@ -33,14 +33,18 @@ from vllm_evict.integration.worker import staging
 REACH = {"name": "full", "evict": "host", "host": "64MiB", "budget": 256, "buffer": 0, "sink": 32, "recent": 32}
 
 
-def check_classes(engine, dense, size=BLOCK, atol=2e-3, **options):
+def check_classes(engine, dense, size=BLOCK, atol=2e-3, beside=None, **options):
     """Layers of a class of models choose like dense ones; a context is published whole.
 
-    `size`: tokens of a block; `options`: of the engine.
+    `size`: tokens of a block; `beside`: seed of the second prompt, None: it is that of `random_requests`; `options`: of
+    the engine.
     """
     policy, options = {**REACH, "read": 160, "hold": 3}, {"max_num_batched_tokens": 192, **options}
     server = engine(policy, enable_prefix_caching=True, block_size=size, **options)
-    chosen, requests = 0, server.answered(random_requests((700, 30), (240, 60)))
+    asked = random_requests((700, 30), (240, 60))
+    if beside is not None:
+        asked[1] = random_prompt(240, beside), asked[1][1]
+    chosen, requests = 0, server.answered(asked)
     for prompt, output, trace in requests:
         chosen += assert_reaches_like_dense(None, prompt, output, trace, 160, 3, dense=dense, atol=atol, size=size)
         assert output.kv_usage.peak_resident_blocks <= (256 + 192) // size + 1

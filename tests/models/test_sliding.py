@@ -167,7 +167,7 @@ def test_tokens_of_each_head_match_the_dense_oracle(engine, tmp_path):
 @pytest.mark.both_runners("in-turn")
 @pytest.mark.parametrize("layout", ["in-turn", "windows-first"])
 def test_layers_reach_blocks_of_the_host(engine, models, poisoned, layout):
-    test_reach.check_classes(engine, DenseLlama(models(layout)), model=models(layout))
+    test_reach.check_classes(engine, DenseLlama(models(layout)), beside=3, model=models(layout))
 
 
 @pytest.mark.both_runners("windows-first-0")
