@@ -271,7 +271,7 @@ def test_turns_after_one_that_read_less_publish_nothing(request, deep, stock, ma
 def test_a_step_that_gets_no_blocks_ends_no_purity():
     config = KVPolicyConfig.parse({"name": "full", **READ})
     resident = RequestBlocks(config, None, BLOCK)
-    request = SimpleNamespace(request_id="a", num_computed_tokens=320, num_tokens=322)
+    request = SimpleNamespace(request_id="a", num_computed_tokens=320, num_tokens=322, num_prompt_tokens=300)
     scheduler = SimpleNamespace(residents={"a": resident}, blocks_of=lambda _: [resident])
     cache = scheduler.kv_cache_manager = SimpleNamespace(allocate_slots=lambda *args, **kwargs: None)
     Reads(scheduler)
@@ -280,8 +280,9 @@ def test_a_step_that_gets_no_blocks_ends_no_purity():
     Reads(scheduler)
     cache.allocate_slots(request, 2)
     assert resident.pure_tokens is None
+    request.num_tokens = 321
     cache.allocate_slots(request, 1)
-    request.num_computed_tokens = 321
+    request.num_computed_tokens, request.num_tokens = 321, 322
     cache.allocate_slots(request, 1)
     assert resident.pure_tokens == 320
 
@@ -464,10 +465,9 @@ def test_requests_of_a_server_that_reads_less_measure_no_attention():
         "keydiff",
         "pagedeviction",
         "keybound",
-        "random",
         "strided",
     }
-    assert not config.allowed & {"h2o", "tova", "snapkv", "rkv", "scissorhands"}
+    assert not config.allowed & {"h2o", "tova", "snapkv", "rkv", "scissorhands", "random"}
     with pytest.raises(KVPolicyError, match="kv_policy 'h2o' is not enabled here"):
         config.for_request({"kv_policy": "h2o"}, 100, BLOCK)
     assert KVPolicyConfig.parse({"name": "full", "read": 1024}).allowed == {"full"}
