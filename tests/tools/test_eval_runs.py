@@ -137,7 +137,7 @@ def test_policies_of_whole_prompts_share_their_beginnings(tiny):
 
 def offline(model, server, setting, prompts):
     """Context of an `Offline` backend of small chunks and batches."""
-    sizes = {"chunk": 128, "batch": 3, "block_size": 32}
+    sizes = {"chunk": 128, "batch": 3, "block_size": 32, "longest": 2048}
     return closing(backends.Offline(str(model), server, setting, prompts, **sizes, engine_args=ENGINE))
 
 

@@ -36,7 +36,9 @@ def server(tmp_path_factory):
     ]
     command += ["--kv-policy", policy, "--block-size", "32", "--kv-cache-memory-bytes", str(64 << 20)]
     command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--max-num-batched-tokens", "128"]
-    command += ["--max-num-seqs", "8"]
+    # Its own defaults would change answers, and keep them from being audited.
+    penalties = {"presence_penalty": 1.5, "frequency_penalty": 1.5, "repetition_penalty": 1.3}
+    command += ["--max-num-seqs", "8", "--override-generation-config", json.dumps(penalties)]
     log = tmp_path_factory.mktemp("serve") / "log"
     with log.open("w") as out:
         process = subprocess.Popen(list(map(str, command)), stdout=out, stderr=out, start_new_session=True)

@@ -13,6 +13,8 @@ from evaluation import NEEDLE
 from vllm_evict import cli
 from vllm_evict.eval import EvalError, audited, questions, tune, tuned
 from vllm_evict.eval.audited import Audit
+from vllm_evict.eval.backends import engine_config
+from vllm_evict.eval.prompts import Prompts
 from vllm_evict.eval.search import CHAIN, Figure, chain, confirmed, most_measured, smallest
 
 # --- search ----------------------------------------------------------------------------------------------------------
@@ -192,12 +194,13 @@ def fake(monkeypatch):
             pass
 
     Fake.ran, Fake.started = [], []
+    prompts = Prompts(str(NEEDLE))
+    monkeypatch.setattr(tune, "Prompts", lambda *_: prompts)
     monkeypatch.setattr(tune, "AuditedEngine", Fake)
     sizes = SimpleNamespace(block_size=32, max_num_batched_tokens=2048, max_model_len=4096)
+    known = SimpleNamespace(cache_config=sizes, scheduler_config=sizes, model_config=sizes)
     monkeypatch.setattr(
-        tune,
-        "engine_config",
-        lambda *_: SimpleNamespace(cache_config=sizes, scheduler_config=sizes, model_config=sizes),
+        tune, "engine_config", lambda model, _: known if model == str(NEEDLE) else engine_config(model, {})
     )
     return Fake
 
@@ -215,7 +218,12 @@ def test_the_smallest_budget_is_found_confirmed_and_made_a_flag(asked, fake, cap
     assert outcome.confirmed and outcome is result.best and outcome.contender.budget == 0.4
     fields = '{"name": "h2o", "budget": 0.4, "audit": 0.01, "target": 0.95}'
     assert tuned.flag(result, outcome) == f"--kv-policy '{fields}'"
-    assert not capsys.readouterr().out
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith(f"starting vLLM on {NEEDLE} for full, h2o") and len(said) == 1 + len(fake.ran)
+    assert said[1].startswith("full, control: 400 of 400 answers identical, 0 s")
+    assert re.fullmatch(
+        r"h2o at 50%, search: 200 of 200 answers identical of requests that lost .*, at most \d+ s left", said[2]
+    )
     result.control["lengths"] = audited.alike([1000] * 90 + [5000])
     assert '"target": 0.95, "tuned": [800, 1250]}' in tuned.flag(result, outcome)
     # It goes on where it was stopped: nothing is measured again, nothing starts, and another target only reads.
@@ -241,7 +249,7 @@ def test_the_smallest_budget_is_found_confirmed_and_made_a_flag(asked, fake, cap
         (lambda policy, budget: 1.0, 0.05, "confirm", "confirmed"),
         (lambda policy, budget: min(1, 0.5 + budget), 0.5, "confirm", "confirmed"),
         # 0.955 of 200 answers cannot confirm 0.95.
-        (lambda policy, budget: 0.955, 0.15, "confirm", r"not confirmed, 0.95 takes about \d\d,\d\d\d prompts"),
+        (lambda policy, budget: 0.955, 0.05, "confirm", r"not confirmed, 0.95 takes about \d\d,\d\d\d prompts"),
     ],
     ids=["nothing", "everything", "rising", "flat"],
 )  # fmt: skip
@@ -271,6 +279,38 @@ def test_budgets_at_which_no_request_loses_blocks_stand_in_nobodys_way(asked, fa
     fake.covers = 0.4
     result = tune.run(plan(asked, out=asked.parent / "other"), print)
     assert tuned.words(result, result.outcomes[0]) == "no request loses blocks" and result.best is None
+
+
+@pytest.mark.parametrize("target, words", [(0.8, "confirmed"), (0.95, r"not confirmed, 0.95 takes about \d+ prompts")])
+def test_budgets_at_which_few_requests_lose_blocks_are_no_advice(tmp_path, fake, monkeypatch, target, words):
+    """The search finds 50 %, where all 20 of a half lose blocks and none changes. At larger budgets 4 of them do."""
+    ask = fake.ask
+
+    def some(self, contender, questions, *args):
+        audit = ask(self, contender, questions, *args)
+        if contender.label != "full" and contender.budget > 0.5:
+            audit.kept = {name: scores[4:] for name, scores in audit.lost.items()}
+            audit.lost = {name: scores[:4] for name, scores in audit.lost.items()}
+        return audit
+
+    monkeypatch.setattr(fake, "ask", some)
+    monkeypatch.setattr(fake, "right", staticmethod(lambda policy, budget: budget >= 0.5))
+    few = write(tmp_path / "few.jsonl", *({"prompt": f"prompt {i}"} for i in range(40)))
+    result = tune.run(plan(few, target=target, budgets=(0.25, 0.5, 0.75, 0.9)), print)
+    (outcome,) = result.outcomes
+    assert outcome.contender.budget == 0.5 and re.fullmatch(words, tuned.words(result, outcome))
+    assert '"budget": 0.5' in tuned.flag(result, result.best)
+
+
+def test_a_larger_budget_that_fails_leaves_the_advice_at_the_one_found(asked, fake, monkeypatch):
+    """It says how many prompts confirm both."""
+    monkeypatch.setattr(
+        fake, "right", staticmethod(lambda policy, budget: {0.4: 0.97, 0.45: 0.99, 0.5: 0.96}.get(budget, 0))
+    )
+    result = tune.run(plan(asked, budgets=(0.4, 0.45, 0.5)), print)
+    (outcome,) = result.outcomes
+    assert not outcome.confirmed and outcome.contender.budget == 0.4
+    assert outcome.needed == 2 * figure(192, 200).needed(0.95)
 
 
 def test_budgets_whose_answers_were_not_audited_meet_no_target(asked, fake, monkeypatch):

@@ -19,3 +19,8 @@ A budget for prompts of a user's own, by audits in place of right answers:
 
 class EvalError(Exception):
     """A wrong input of a user; the message says what is wrong and what to do."""
+
+
+def one_line(error: BaseException) -> str:
+    """Return the message of an error without line breaks."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -21,7 +21,7 @@ from .backends import Offline, one_line
 from .policies import Contender
 from .prompts import Prompts
 from .questions import Question
-from .served import Http
+from .served import PLAIN, Http
 
 #: Measure -> what it counts, in words.
 MEASURES = {
@@ -33,6 +33,9 @@ PREFIX = "vllm:kv_evict_audit_"
 #: Seconds from one look at a server's metrics to the next; seconds without an audit after which none is expected. A
 #: server drops answers after 60 seconds, and counts them.
 LOOK, STILL = 0.25, 75.0
+
+#: Reasons for which an answer is not audited that hold of all answers of a run, if of one.
+OF_ALL = {"penalties", "bias", "truncated", "grammar", "processors"}
 
 #: Measure -> score of each audited answer, from 0 to 1.
 Scores = dict[str, list[float]]
@@ -156,7 +159,7 @@ class AuditedEngine:
             advance: told how many questions are done.
 
         Raises:
-            EvalError: the engine refuses a request.
+            EvalError: the engine refuses a request, or audits no answer whatever it is.
         """
         audit, held = Audit(), []
 
@@ -178,6 +181,7 @@ class AuditedEngine:
                 usage, tokens = output.kv_usage, len(prompt) + len(output.outputs[0].token_ids)
                 held.append(Held(len(prompt), tokens, usage.budget_tokens, usage.peak_resident_tokens))
             advance(len(batch))
+            _refuse_unheard(audit, "the engine")
         audit.hold(held)
         return audit
 
@@ -241,7 +245,8 @@ class AuditedServer:
         """Answer questions under a contender and wait for the audits of all answers. As `AuditedEngine.ask`.
 
         Raises:
-            EvalError: the server refuses a request, or answers of others are audited at the same time.
+            EvalError: the server refuses a request, audits no answer whatever it is, or audits answers of others at the
+                same time.
         """
         salt = f"{salt} {uuid.uuid4().hex}"  # another run may have asked the same
         before = self._counts(contender.config.name)
@@ -254,13 +259,13 @@ class AuditedServer:
         with ThreadPoolExecutor(max_workers=self._batch) as pool:
             held = list(pool.map(one, questions))
         audit = _audit_of(self._settled(contender, before, len(questions)))
+        _refuse_unheard(audit, self._http.url)
         audit.hold(held)
         return audit
 
     def _one(self, contender: Contender, question: Question, salt: str) -> Held:
         xargs = contender.xargs | {"kv_usage": 1}
-        # What the model's own sampling defaults have would keep an answer from being audited.
-        body = {"vllm_xargs": xargs, "cache_salt": salt, "repetition_penalty": 1.0}
+        body = PLAIN | {"vllm_xargs": xargs, "cache_salt": salt}
         common = {"model": self.model, "temperature": 0, "max_tokens": question.max_tokens, "extra_body": body}
         client = self._http.client
         what = f"{contender}, {question.place}"
@@ -269,6 +274,7 @@ class AuditedServer:
             reply = self._http.ask(lambda: create(**common, messages=question.messages), what)
         else:
             reply = self._http.ask(lambda: client.completions.create(**common, prompt=question.prompt), what)
+        self._http.check_end(reply.choices[0].finish_reason, reply.usage.completion_tokens, question.max_tokens)
         usage = reply.usage.kv_usage
         if usage["policy"] != contender.config.name:
             raise EvalError(
@@ -307,6 +313,20 @@ class AuditedServer:
 
     def close(self) -> None:
         self._http.close()
+
+
+def _refuse_unheard(audit: Audit, where: str) -> None:
+    """Refuse to go on where no answer was audited, for a reason that all others share.
+
+    Raises:
+        EvalError: none was.
+    """
+    if audit.skipped and not audit.lost and not audit.kept and audit.skipped.keys() <= OF_ALL:
+        why = ", ".join(audit.skipped)
+        raise EvalError(
+            f"{where} audited none of {audit.skipped.total()} greedy answers ({why}); expected audits: serve "
+            "without what adds that to requests, such as --logits-processors"
+        )
 
 
 def _audit_of(grown: Counter[tuple[str, str]]) -> Audit:

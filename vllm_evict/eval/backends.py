@@ -37,7 +37,7 @@ from typing import Any
 from .. import __version__
 from ..config import KVPolicyConfig
 from ..policies.base import RUNNING
-from . import EvalError
+from . import EvalError, one_line
 from .policies import Contender, brief
 from .prompts import Prompts
 from .sessions import Sessions
@@ -110,6 +110,7 @@ class Offline:
         chunk: tokens of a prefill chunk, for `agnostic` and `turns`.
         batch: requests at once.
         block_size: tokens of a KV block.
+        longest: most tokens of a request, for `aware`.
         engine_args: further arguments of `LLM`.
 
     Raises:
@@ -126,6 +127,7 @@ class Offline:
         chunk: int,
         batch: int,
         block_size: int,
+        longest: int | None = None,
         engine_args: dict[str, Any],
     ):
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -146,7 +148,7 @@ class Offline:
             "enable_prefix_caching": server.reconstructs or self.shares,
             "disable_log_stats": False,
             "seed": 0,
-            **self.chunking(setting, chunk, batch, model_length(model)),
+            **self.chunking(setting, chunk, batch, longest),
             # By default vLLM takes nearly all of a CPU's memory, which other processes need too.
             **({"kv_cache_memory_bytes": CPU_CACHE} if current_platform.is_cpu() else {}),
             **engine_args,
@@ -166,13 +168,13 @@ class Offline:
         }
 
     @staticmethod
-    def chunking(setting: str, chunk: int, batch: int, max_len: int | None) -> dict[str, Any]:
+    def chunking(setting: str, chunk: int, batch: int, longest: int | None) -> dict[str, Any]:
         """Engine arguments for a setting."""
         if setting in ("agnostic", "turns"):
             # A step has room for a chunk of every request, so that no chunk is cut short.
             return {"long_prefill_token_threshold": chunk, "max_num_batched_tokens": batch * chunk}
         if setting == "aware":
-            room = {"max_num_batched_tokens": max(max_len, batch)} if max_len else {}
+            room = {"max_num_batched_tokens": max(longest, batch)} if longest else {}
             return {"enable_chunked_prefill": False, **room}
         return {}
 
@@ -347,48 +349,30 @@ def _asks_last(config: KVPolicyConfig) -> bool:
     return not measured or (config.accumulate == "last" and config.window <= TAIL)
 
 
-def check_model(model: str) -> None:
-    """Refuse a model without a configuration, before anything else is done.
-
-    Raises:
-        EvalError: the directory or name has none.
-    """
-    from transformers import AutoConfig
-
-    if (Path(model).exists() or model.startswith((".", "/"))) and not (Path(model) / "config.json").exists():
-        raise EvalError(f"no model at {model}: a directory with config.json is needed")
-    try:
-        AutoConfig.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise EvalError(f"no model at {model}: {one_line(error)}") from None
-
-
-def block_size_of(model: str, engine_args: dict[str, Any]) -> int:
-    """Return the tokens of a KV block in an engine whose user names none."""
-    return int(engine_config(model, engine_args).cache_config.block_size)
-
-
 def engine_config(model: str, engine_args: dict[str, Any]) -> Any:
     """Return the configuration that vLLM makes of arguments for a server.
 
+    Args:
+        model: directory or Hub name.
+        engine_args: further arguments of `LLM`.
+
     Raises:
-        EvalError: vLLM, or the plugin, refuses them.
+        EvalError: there is no such model, or vLLM, or the plugin, refuses the arguments.
     """
     import vllm
     from vllm.usage.usage_lib import UsageContext
 
+    if model.startswith((".", "/")) and not Path(model).exists():
+        raise EvalError(f"no model at {model}")
     try:
-        arguments = vllm.EngineArgs(model=model, **engine_args)
+        # Of the arguments of `LLM` the engine has all but this one.
+        arguments = vllm.EngineArgs(model=model, **{k: v for k, v in engine_args.items() if k != "chat_template"})
         return arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
     except (OSError, RuntimeError, TypeError, ValueError) as error:
-        raise EvalError(f"vLLM does not start on {model}: {one_line(error)}") from None
-
-
-def model_length(model: str) -> int | None:
-    """Return the context of a model by its configuration; None if it names none."""
-    from transformers import AutoConfig
-
-    return getattr(AutoConfig.from_pretrained(model).get_text_config(), "max_position_embeddings", None)
+        said = f"vLLM does not start on {model}: {one_line(error)}"
+        if "trust_remote_code" in said and not engine_args.get("trust_remote_code"):
+            said += """; if you trust it: --engine-args '{"trust_remote_code": true}'"""
+        raise EvalError(said) from None
 
 
 def versions() -> dict[str, str]:
@@ -409,8 +393,3 @@ def hardware() -> dict[str, Any]:
         cpu = lines[0].split(":", 1)[1].strip() if lines else cpu
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {"cpu": cpu, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "gpus": gpus}
-
-
-def one_line(error: BaseException) -> str:
-    """Return the message of an error without line breaks."""
-    return " ".join(str(error).split()) or type(error).__name__

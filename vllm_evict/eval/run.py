@@ -9,12 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from ..config import KVPolicyConfig
 from . import EvalError, external, ruler
-from .backends import SETTINGS, Answer, Offline, block_size_of, check_model, model_length
+from .backends import SETTINGS, Answer, Offline, engine_config
 from .policies import Contender, contenders, servers
+from .progress import Progress
 from .prompts import Prompts
 from .rows import ResultRows, Row, key_of
 from .score import score
@@ -57,6 +56,11 @@ class RunOptions:
     @property
     def backend(self) -> str:
         return "http" if self.url else "offline"
+
+    @property
+    def engine(self) -> dict[str, Any]:
+        """Arguments of an engine in this process."""
+        return self.engine_args | ({"tokenizer": self.tokenizer} if self.tokenizer else {})
 
 
 @dataclass(frozen=True)
@@ -125,10 +129,10 @@ def run(args: RunOptions, say: Callable[[str], None]) -> list[Row]:
         jobs = [Job(connect, setting, wanted) for setting in settings]
         count = Prompts(args.tokenizer, args.chat).count if args.tokenizer else connect().count
     else:
-        check_model(args.model)
-        args = replace(args, block_size=args.block_size or block_size_of(args.model, args.engine_args))
-        prompts = Prompts(args.tokenizer or args.model, args.chat)
-        max_len = args.engine_args.get("max_model_len") or model_length(args.model) or 1 << 20
+        config = engine_config(args.model, args.engine)
+        args = replace(args, block_size=args.block_size or config.cache_config.block_size)
+        prompts = Prompts(config, args.chat, args.engine.get("chat_template"))
+        max_len = config.model_config.max_model_len
         jobs, count = offline_jobs(args, settings, wanted, prompts, max_len), prompts.count
     rows = ResultRows(args.out, args.model)
     if rows.mended:
@@ -141,14 +145,20 @@ def run(args: RunOptions, say: Callable[[str], None]) -> list[Row]:
     total, left = (sum(len(cell.rows) for _, cells in part for cell in cells) for part in (every, todo))
     if left < total:
         say(f"{rows.path}: {total - left} of {total} rows are there already")
-    with tqdm(total=total, initial=total - left, unit="row", disable=None) as bar:
-        for job, cells in todo:
+    progress = Progress(say, "row")
+    progress.total = left
+    try:
+        for number, (job, cells) in enumerate(todo, 1):
             if cells:
-                _work(args, job, cells, rows, bar)
+                if not args.url:
+                    progress.say(f"starting vLLM on {args.model}, engine {number} of {len(todo)}: {job.setting}")
+                _work(args, job, cells, rows, progress)
+    finally:
+        progress.close()
     return rows.rows
 
 
-def _work(args: RunOptions, job: Job, cells: list[Cell], rows: ResultRows, bar: tqdm) -> None:
+def _work(args: RunOptions, job: Job, cells: list[Cell], rows: ResultRows, progress: Progress) -> None:
     """Start a job's engine and run its cells, batch by batch."""
     backend = job.start()
     try:
@@ -162,7 +172,7 @@ def _work(args: RunOptions, job: Job, cells: list[Cell], rows: ResultRows, bar: 
             runs.sort(key=lambda batch: order[batch[0].case])
         for batch in runs:
             contender, case = batch[0].contender, batch[0].case
-            bar.set_description(f"{job.setting}, {contender}, {case.task}")
+            progress.begin(f"{job.setting}, {contender}, {case.task}")
             samples = [cell.case.sample() for cell in batch]
             start = time.perf_counter()
             answers = backend.answer(samples, contender)
@@ -174,7 +184,7 @@ def _work(args: RunOptions, job: Job, cells: list[Cell], rows: ResultRows, bar: 
             filled = [row for parts in zip(batch, samples, answers, strict=True) for row in fill(*parts, about)]
             # Of a session that was written in part, all turns run again.
             rows.append([row for row in filled if row["key"] not in rows.done])
-            bar.update(len(filled))
+            progress.update(len(filled))
     finally:
         backend.close()
 
@@ -313,7 +323,8 @@ def offline_jobs(
         chunk=args.chunk,
         batch=args.batch,
         block_size=args.block_size,
-        engine_args=args.engine_args,
+        longest=max_len,
+        engine_args=args.engine,
     )
     return [
         Job(functools.partial(start, server, setting), setting, served, full if "full" in server.allowed else None)

@@ -63,6 +63,11 @@ class Figure:
         return math.ceil((distance / (self.share - target)) ** 2)
 
 
+def least(target: float) -> int:
+    """Return how many answers confirm a target if all of them are right."""
+    return Figure((1.0,)).needed(target) or 0
+
+
 def smallest(count: int, meets: Callable[[int], bool]) -> int | None:
     """Return the index at which a rising curve begins to meet a target, by bisection; None if its end does not.
 

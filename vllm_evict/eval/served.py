@@ -14,6 +14,10 @@ from .backends import Answer, one_line, second_half_nll, timed
 from .policies import Contender
 from .tasks import NLL, Sample
 
+#: What a model's or a server's defaults may do to a greedy answer, switched off: an engine of `LLM` does not have it.
+#: Limits of `LLM` stay: where an answer ends.
+PLAIN = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+
 
 class Http:
     """An OpenAI-compatible server, which takes `kv_policy` and `kv_budget` per request in `vllm_xargs`.
@@ -70,7 +74,7 @@ class Http:
         self.client.close()
 
     def _one(self, sample: Sample, contender: Contender) -> Answer:
-        body: dict[str, Any] = {"vllm_xargs": contender.xargs | {"kv_usage": 1}, "cache_salt": uuid.uuid4().hex}
+        body: dict[str, Any] = PLAIN | {"vllm_xargs": contender.xargs | {"kv_usage": 1}, "cache_salt": uuid.uuid4().hex}
         common = {"model": self.model, "temperature": 0, "max_tokens": sample.max_tokens}
         ask = self._measure if sample.metric == NLL else self._generate
         answer, usage = self.ask(lambda: ask(sample, common, body), str(contender))
@@ -100,7 +104,7 @@ class Http:
         return Answer("", nll, usage.prompt_tokens, usage.completion_tokens), usage
 
     def _generate(self, sample: Sample, common: dict[str, Any], body: dict[str, Any]) -> tuple[Answer, Any]:
-        start, first, text, usage = time.perf_counter(), None, "", None
+        start, first, text, usage, why = time.perf_counter(), None, "", None, None
         streamed = common | {"stream": True, "stream_options": {"include_usage": True}}
         if self.chat:
             messages = [{"role": "user", "content": sample.text}]
@@ -114,12 +118,31 @@ class Http:
         for event in stream:
             usage = event.usage or usage
             for choice in event.choices:
+                why = choice.finish_reason or why
                 piece = choice.delta.content if self.chat else choice.text
                 if piece and first is None:
                     first = time.perf_counter() - start
                 text += piece or ""
         asked, said = (usage.prompt_tokens, usage.completion_tokens) if usage else (None, None)
+        self.check_end(why, said, sample.max_tokens)
         return Answer(text, None, asked, said, ttft_s=first), usage
+
+    def check_end(self, why: str | None, tokens: int | None, most: int) -> None:
+        """Refuse a server that ends answers before they are as long as was asked for.
+
+        Args:
+            why: the answer ended.
+            tokens: of the answer.
+            most: that were asked for.
+
+        Raises:
+            EvalError: it does.
+        """
+        if why == "length" and tokens is not None and tokens < most:
+            raise EvalError(
+                f"{self.url} ended an answer at {tokens} of {most} tokens; expected all: serve with a larger "
+                "--max-model-len, or without max_new_tokens in --override-generation-config, or ask for fewer"
+            )
 
     def ask(self, call: Callable[[], Any], what: str) -> Any:
         """Return the result of a call; its errors become one message."""

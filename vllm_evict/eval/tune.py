@@ -15,18 +15,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from ..config import KVPolicyConfig
 from . import EvalError
 from .audited import MEASURES, Audit, AuditedEngine, AuditedServer, auditing
-from .backends import check_model, engine_config, versions
+from .backends import engine_config, versions
 from .policies import Contender, contenders, servers
+from .progress import Progress
 from .prompts import Prompts
 from .questions import Question, halves, load
 from .rows import ResultRows, Row, key_of
 from .run import only_names
-from .search import CHAIN, Figure, chain, confirmed, most_measured, smallest
+from .search import CHAIN, Figure, chain, confirmed, least, most_measured, smallest
 
 FILE = "tune.jsonl"
 TARGET = 0.95
@@ -59,8 +58,8 @@ class Outcome:
     """What was found of one policy.
 
     Attributes:
-        contender: the smallest budget that was confirmed; if none was, the one that failed; if none met the target in
-            the search, the largest.
+        contender: the smallest budget that was confirmed; if none was, the one that the search found; if none met the
+            target in the search, the largest.
         row: of that budget, on the half that confirms, or that was searched.
         confirmed: whether the half that confirms says that the target is met.
         needed: prompts with which it says so four times of five; None if no number would do, or none is needed.
@@ -228,7 +227,7 @@ class Tuner:
                 )
         self._backend: AuditedEngine | AuditedServer | None = None
         self._running: Callable[[], AuditedEngine | AuditedServer] | None = None
-        self._bar: Any = None
+        self._progress = Progress(lambda line: None, "prompt")
 
     def close(self) -> None:
         """Stop what was started."""
@@ -238,9 +237,12 @@ class Tuner:
 
     def backend(self, label: str) -> AuditedEngine | AuditedServer:
         """Return the backend that serves a policy, started if it is not running."""
-        start = next(start for start, labels in self._starts if label in labels)
+        number, start, labels = next((n, *each) for n, each in enumerate(self._starts, 1) if label in each[1])
         if start is not self._running or self._backend is None:
             self.close()
+            if self.args.url is None:
+                which = f", engine {number} of {len(self._starts)}" * (len(self._starts) > 1)
+                self._progress.say(f"starting vLLM on {self.model} for {', '.join(sorted(labels))}{which}")
             self._backend, self._running = start(), start
         return self._backend
 
@@ -264,34 +266,43 @@ class Tuner:
         if (known := next((each for each in self.rows.rows if each["key"] == key), None)) is not None:
             return known
         backend = self.backend(contender.label)
-        self._bar.set_description(f"{contender}, {part}")
+        self._progress.begin(f"{contender}, {part}")
         start = time.perf_counter()
-        audit: Audit = backend.ask(contender, questions, key, self._bar.update)
+        audit: Audit = backend.ask(contender, questions, key, self._progress.update)
         row |= {"same": self._same, "asked": len(questions), **vars(audit), **backend.about}
         row |= {"score": figure_of(row, "identical").share, "seconds": time.perf_counter() - start}
         row["time"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         self.rows.append([row])
+        figure = figure_of(row, args.measure)
+        self._progress.say(
+            f"{contender}, {part}: {sum(figure.scores):.4g} of {figure.n} answers {args.measure}"
+            f"{' of requests that lost blocks' * (part != CONTROL)}, {row['seconds']:.0f} s{self._progress.left}"
+        )
         return row
 
     def run(self, target: float, say: Callable[[str], None]) -> Result:
         """Run the control, then each policy."""
         args = self.args
         if args.budget_bytes is None and not self._enough(target):
-            needed = 2 * (Figure((1.0,)).needed(target) or 0)
             say(
                 f"{len(self.parts[CONTROL])} prompts are too few to confirm {target:g}, even if no answer of a half "
-                f"differs: that takes {needed}"
+                f"differs: that takes {2 * least(target)}"
             )
         if self.rows.rows:
             say(f"{self.rows.path}: {len(self.rows.rows)} cells are there already")
-        with tqdm(unit="prompt", disable=None) as self._bar:
-            self._bar.total = len(self.parts[CONTROL])
+        self._progress = Progress(say, "prompt")
+        try:
             if args.budget_bytes is not None:
                 self._tokens_of(FULL.label, args.budget_bytes)  # refused before anything runs
+                self._progress.total = len(self.parts[CONFIRM]) * (len(self.policies) + 1)
+            else:
+                self._progress.total = sum(map(self._most, self.policies))
+            self._progress.total += len(self.parts[CONTROL])
             control = self.measure(FULL, CONTROL)
             self._check_control(control, target)
             outcomes = self._for_bytes(args.budget_bytes) if args.budget_bytes is not None else self._all(target)
-            self._bar.total = self._bar.n
+        finally:
+            self._progress.close()
         # The folder may have rows of policies that had the same names.
         options = {label: tried[0].options for label, tried in self.policies.items()} | {FULL.label: FULL.options}
         rows = [row for row in self.rows.rows if options.get(row["policy"]) == row["policy_config"]]
@@ -318,14 +329,16 @@ class Tuner:
         """Return what is found of each policy."""
         found = []
         # The policies of the backend that runs come first.
-        for _, labels in self._starts:
-            for label in (each for each in self.policies if each in labels):
-                most = most_measured(len(self.policies[label])), CHAIN
-                self._bar.total = self._bar.n + sum(
-                    count * len(self.parts[part]) for count, part in zip(most, (SEARCH, CONFIRM))
-                )
-                found.append(self._policy(self.policies[label], target))
+        order = [label for _, labels in self._starts for label in self.policies if label in labels]
+        for at, label in enumerate(order):
+            self._progress.total = self._progress.done + sum(map(self._most, order[at:]))
+            found.append(self._policy(self.policies[label], target))
         return found
+
+    def _most(self, label: str) -> int:
+        """Return how many prompts a policy is asked at most."""
+        searched = most_measured(len(self.policies[label])) * len(self.parts[SEARCH])
+        return searched + CHAIN * len(self.parts[CONFIRM])
 
     def _policy(self, tried: list[Contender], target: float) -> Outcome:
         """Search the budgets of a policy, and confirm what is found."""
@@ -338,15 +351,22 @@ class Tuner:
         if found is None:
             return Outcome(tried[-1], self.measure(tried[-1], SEARCH), False)
         order = chain(found, len(tried)) if self._enough(target) else [found]
+        # Requests that lose blocks at the budget found. So few at a larger one that they could confirm nothing, or half
+        # as many, say nothing of the others: such a budget stands in nobody's way, and is no advice.
+        at_found = figure(found, CONFIRM)
+        few = max(at_found.n / 2, least(target))
+        order = [index for index in order if index == found or figure(index, CONFIRM).n >= few]
         last = confirmed(order, lambda index: figure(index, CONFIRM).confirms(target))
         if last is not None and figure(last, CONFIRM).n:
             return Outcome(tried[last], self.measure(tried[last], CONFIRM), True)
-        failed = next((index for index in order if figure(index, CONFIRM).n), order[0])
-        row, at = self.measure(tried[failed], CONFIRM), figure(failed, CONFIRM)
-        needed = at.needed(target)
+        row = self.measure(tried[found], CONFIRM)
+        # A larger budget may have failed: then it has to be confirmed, too.
+        needed = [figure(index, CONFIRM).needed(target) for index in order]
+        if None in needed or not at_found.n:
+            return Outcome(tried[found], row, False)
         # Of a half, some requests lose nothing.
-        prompts = None if needed is None else math.ceil(2 * needed * row["asked"] / at.n)
-        return Outcome(tried[failed], row, False, prompts)
+        prompts = math.ceil(2 * max(filter(None, needed)) * row["asked"] / at_found.n)
+        return Outcome(tried[found], row, False, prompts)
 
     def _for_bytes(self, size: int) -> list[Outcome]:
         """Return each policy at a budget of so many bytes on the half that is searched; the best on the other half."""
@@ -389,9 +409,8 @@ def _served(args: TuneOptions, questions: list[Question]) -> Tuner:
 def _offline(args: TuneOptions, questions: list[Question]) -> Tuner:
     """Return what tunes in engines of this process, as few as serve all policies."""
     assert args.model is not None
-    check_model(args.model)
-    prompts = Prompts(args.engine_args.get("tokenizer") or args.model, args.chat)
     config = engine_config(args.model, args.engine_args)
+    prompts = Prompts(config, args.chat, args.engine_args.get("chat_template"))
     longest = config.model_config.max_model_len
     for each in questions:
         try:

@@ -171,8 +171,10 @@ def load(path: str | Path, device: str = "") -> tuple[Any, Any]:
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float32 if torch.device(device).type == "cpu" else "auto"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=NAME)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation=NAME, trust_remote_code=False
+        )
     except (OSError, ValueError) as error:
         raise HeadsError(f"no model at {path}: {' '.join(str(error).split())}") from None
     return model.to(device).eval().requires_grad_(False), tokenizer
@@ -206,7 +208,7 @@ def read_config(path: str | Path) -> Any:
         HeadsError: there is no config.
     """
     try:
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise HeadsError(f"no model at {path}: {' '.join(str(error).split())}") from None
 
