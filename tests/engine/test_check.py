@@ -168,6 +168,14 @@ def on_cpu(ask, folders):
     cases |= {("refused", name): flags_of(*case) for name, case in REFUSED.items()}
     cases |= {("hostile", name): flags for name, (flags, _) in HOSTILE.items()}
     cases["hub", "cached"] = ["some/llama", *FLAGS]
+    snapshot = ask.hub / "models--some--mistral/snapshots/0"
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs/main").write_text("0")
+    sizes = dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=128, vocab_size=256)
+    sizes |= dict(norm_eps=1e-5, rope_theta=1e4, max_position_embeddings=2048)
+    (snapshot / "params.json").write_text(json.dumps(sizes))
+    cases["hub", "params"] = ["some/mistral", *FLAGS, "--config-format", "mistral", "--tokenizer-mode", "mistral"]
     return dict(zip(cases, ask("cpu", *cases.values())))
 
 
@@ -203,8 +211,9 @@ def test_hostile_input_is_one_line(on_cpu, name):
     assert status == 2 and HOSTILE[name][1] in line and "\n" not in line
 
 
-def test_a_name_may_be_in_the_local_hub_cache(on_cpu):
-    status, (said, _) = on_cpu["hub", "cached"]
+@pytest.mark.parametrize("name", ["cached", "params"])
+def test_a_name_may_be_in_the_local_hub_cache(on_cpu, name):
+    status, (said, _) = on_cpu["hub", name]
     assert status == 0 and said.startswith("KV policy h2o ")
 
 
@@ -261,14 +270,21 @@ def test_what_vllm_decides_for_a_device(ask, device):
     assert len(answers) == len(cases)
 
 
-def test_a_model_whose_images_cannot_be_prepared_is_not_taken_for_one_of_text(ask, tmp_path):
-    if subprocess.run([sys.executable, "-c", "import torchvision"], capture_output=True).returncode == 0:
-        pytest.skip("images of Gemma 3 can be prepared here")
+def test_what_prepares_images_may_be_missing_here(ask, tmp_path):
+    """vLLM's modules of these models import torchvision. A model of text needs none of it; with images it is the host's."""
+    text = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    text |= {"head_dim": 64, "intermediate_size": 256, "vocab_size": 512, "max_position_embeddings": 4096}
     towers = {"text_config": {"model_type": "gemma3_text"}, "vision_config": {"model_type": "siglip_vision_model"}}
-    known = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", **towers}
-    (tmp_path / "config.json").write_text(json.dumps(known))
-    ((status, (line,)),) = ask("h200", [str(tmp_path)])
-    assert status == 2 and "models of ['Gemma3ForConditionalGeneration'] need, torchvision" in line
+    models = {
+        "Qwen3_5ForCausalLM": {"model_type": "qwen3_5_text", **text},
+        "Gemma3ForConditionalGeneration": {"model_type": "gemma3", **towers},
+    }
+    for name, config in models.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"architectures": [name], **config}))
+    (alone, (of_text, _)), (images, (with_images, *_)) = ask("h200", *([str(tmp_path / name)] for name in models))
+    assert alone == images == 0
+    assert of_text.endswith("attention backend FLASH_ATTN") and with_images.endswith("attention backend TRITON_ATTN")
 
 
 @pytest.mark.parametrize("limits, alone, attend", [({}, False, True), ({}, True, False), ({"image": 0}, False, False)])

@@ -25,6 +25,8 @@ DEFAULT = "h2o-pressure"
 #: What comes before MODEL in a command that was pasted whole: a setting of its environment, and its name.
 ASSIGNED = re.compile(r"[A-Z][A-Z0-9_]*=")
 COMMANDS = re.compile(r"vllm serve |python3? -m vllm\.entrypoints\.openai\.api_server ")
+#: Files of which one is a model's configuration: of transformers, and of Mistral.
+CONFIGS = ("config.json", "params.json")
 #: Where vLLM has the flags of its server.
 CLI_ARGS = "vllm.entrypoints.launchers.cli_args"
 #: Arguments of the front end for which vLLM reads a template, or the tokenizer, and what stands for none of them.
@@ -37,8 +39,8 @@ LACKING = (
 )
 HELP = f"""Whether a server starts under a KV policy: prints what its start-up line says first, with exit status 0, or
 each refusal and the way around it, with exit status 1. Needs vLLM, and neither the device nor the model's weights.
-MODEL is a folder with a config.json, or a name that the local Hub cache has. FLAGS are all flags of vllm serve; without
---kv-policy the policy is {DEFAULT}."""
+MODEL is a folder with a config.json (or Mistral's params.json), or a name that the local Hub cache has. FLAGS are all
+flags of vllm serve; without --kv-policy the policy is {DEFAULT}."""
 
 
 class CheckError(ValueError):
@@ -97,6 +99,7 @@ def become(device: str) -> None:
     # vLLM logs an error before it raises it.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # vLLM does so later
     # What is not in the local Hub cache is not asked for over the network.
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -209,7 +212,7 @@ def _meant(message: str, known: Iterable[str]) -> str:
 
 
 def _look_for_model(given: str, model: str, revision: str | None) -> None:
-    """See whether the configuration of a model is here, and JSON.
+    """Refuse a model whose configuration is not here, or no JSON.
 
     Args:
         given: what names the model, for messages.
@@ -219,27 +222,27 @@ def _look_for_model(given: str, model: str, revision: str | None) -> None:
     Raises:
         CheckError: it is not.
     """
-    file: Any = Path(model, "config.json")
+    files: list[Any] = [Path(model, name) for name in CONFIGS]
     if not Path(model).is_dir():
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import HFValidationError
 
         try:
-            file = try_to_load_from_cache(model, "config.json", revision=revision)
+            files = [try_to_load_from_cache(model, name, revision=revision) for name in CONFIGS]
         except HFValidationError:
-            file = None
-        if not isinstance(file, str):
+            files = []
+        files = [file for file in files if isinstance(file, str)]
+        if not files and not Path(model).is_file():  # vLLM reads other formats too
             raise CheckError(
                 f"{given} got {shown(model)}; expected a folder with a config.json, or a name in the local Hub cache"
             )
-    if not os.path.exists(file):
-        return  # vLLM reads other formats too
-    try:
-        read = json.loads(Path(file).read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckError(f"{file} is no JSON: {_one_line(str(error))}") from None
-    if not isinstance(read, dict):
-        raise CheckError(f"{file} got {type(read).__name__}; expected a JSON object")
+    for file in filter(os.path.exists, files):
+        try:
+            read = json.loads(Path(file).read_bytes())
+        except (OSError, ValueError, RecursionError) as error:
+            raise CheckError(f"{file} is no JSON: {_one_line(str(error))}") from None
+        if not isinstance(read, dict):
+            raise CheckError(f"{file} got {type(read).__name__}; expected a JSON object")
 
 
 def _with_images(model: Any) -> Any:

@@ -70,6 +70,8 @@ COMPILED = (
     "vllm.vllm_flash_attn._vllm_fa2_C",
     "vllm.vllm_flash_attn._vllm_fa3_C",
 )
+#: Libraries that prepare images. Modules of models import them; a host that serves the model has them.
+PREPARING = ("torchvision",)
 #: Whether Triton and FlashAttention 4 can run, as vLLM has found by the driver and the files of its wheel.
 PRESENT = (
     "vllm.triton_utils.HAS_TRITON",
@@ -88,7 +90,7 @@ def become(device: str) -> None:
     """
     facts = DEVICES[device]
     if facts.capability is not None:
-        sys.meta_path.append(_Compiled())
+        sys.meta_path.append(_Absent(COMPILED))
         # An empty list of devices hides those that this machine has.
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     from vllm import platforms
@@ -170,11 +172,14 @@ def _inspect_here() -> None:
     """Let vLLM import a model that it does not know yet in this process, which takes half the time of another process.
 
     vLLM asks the class of a model what it supports, once, and caches the answer on disk. It does so in another process,
-    because CUDA must not be initialised in its own. Here is none.
+    because CUDA must not be initialised in its own. Here is none. Libraries that prepare images
+    change nothing about what a class supports.
     """
     module, _, name = INSPECTS.rpartition(".")
     registry = importlib.import_module(module)
     elsewhere = getattr(registry, name)
+    # By now transformers knows which of them there are: it asks for their versions.
+    sys.meta_path.append(_Absent(PREPARING))
 
     def here(inspect: Callable[[], Any]) -> Any:
         try:
@@ -233,13 +238,20 @@ def _with_torch(facts: Device) -> None:
     WithoutMemory().__enter__()
 
 
-class _Compiled(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds `COMPILED` after all other finders; their modules have an empty class for every name."""
+class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds libraries that no other finder finds; their modules have an empty class for every name.
+
+    Args:
+        libraries: names of packages and modules.
+    """
+
+    def __init__(self, libraries: Sequence[str]) -> None:
+        self._libraries = libraries
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if any(name == library or name.startswith(f"{library}.") for library in COMPILED):
+        if any(name == library or name.startswith(f"{library}.") for library in self._libraries):
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
 
