@@ -21,6 +21,11 @@ from .tune import CONFIRM, CONTROL, SEARCH, Outcome, Result
 
 #: Share of the answers that the flag has audited.
 AUDIT = 0.01
+#: Fields of rows that a picture has on its axes -> their words.
+SHARES = {
+    "memory": "share of its cache that a request's budget holds",
+    "peak": "most of its cache that a request held at once",
+}
 #: Columns of words.
 LEFT = ("policy", "half", "")
 NOTES = (
@@ -79,7 +84,8 @@ def verdict(result: Result) -> Iterator[str]:
         )
         return
     row = best.row
-    said = f"{best.contender} ({row['memory']:.0%} of the cache): {_counted(result, row)}"
+    held = f"{row['memory']:.0%} of the cache, at most {row['peak']:.0%} at once"
+    said = f"{best.contender} ({held}): {_counted(result, row)}"
     if result.args.budget_bytes is not None:
         yield f"The best with {result.args.budget_bytes:,} bytes a request is {said}. Serve it with"
     elif best.confirmed:
@@ -163,42 +169,44 @@ def table(result: Result) -> Table:
 
 
 def draw(result: Result, path: Path) -> Path:
-    """Draw answers against memory: hollow marks were searched, filled ones are of the half that confirms."""
+    """Draw answers against memory and peak: hollow marks were searched, filled ones are of the half that confirms."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    made, axis = pyplot.subplots(figsize=(7, 4.4))
+    made, axes = pyplot.subplots(1, 2, figsize=(11, 4.4), sharey=True)
 
-    def mark(row: Row, **look: Any) -> None:
+    def mark(axis: Any, of: str, row: Row, **look: Any) -> None:
         counted = result.figure(row)
         low, high = counted.interval
         bars = [[max(counted.share - low, 0)], [max(high - counted.share, 0)]]
-        axis.errorbar([row["memory"]], [counted.share], bars, lw=1, ls="none", **look)
+        axis.errorbar([row[of]], [counted.share], bars, lw=1, ls="none", **look)
 
     low, high = result.figure(result.control).interval
-    axis.axhspan(low, high, color="black", alpha=0.08, lw=0, label="control, 95 %")
-    mark(result.control, color="black", marker="*", ms=12, label="full: the control")
-    if result.args.budget_bytes is None:
-        axis.axhline(result.target, color="grey", ls="--", lw=1, label=f"target {result.target:g}")
-    for number, outcome in enumerate(result.outcomes):
-        label, colour = outcome.contender.label, f"C{number % 10}"
-        rows = [row for row in result.rows if row["policy"] == label and result.figure(row).n]
-        searched = sorted((row for row in rows if row["part"] == SEARCH), key=lambda row: row["memory"])
-        axis.plot(
-            [row["memory"] for row in searched], [result.figure(row).share for row in searched], color=colour, lw=0.8
-        )
-        axis.plot([], [], color=colour, marker="o", label=label)
-        for row in rows:
-            mark(row, color=colour, marker="o", mfc="white" if row["part"] == SEARCH else colour)
-    axis.set_xlim(0, 1.03)
-    axis.set_ylim(-0.04, 1.04)
-    for each in (axis.xaxis, axis.yaxis):
-        each.set_major_formatter(lambda value, _: f"{value:.0%}")
-    axis.set_xlabel("share of the cache that a request keeps")
+    for axis, (of, said) in zip(axes, SHARES.items()):
+        axis.axhspan(low, high, color="black", alpha=0.08, lw=0, label="control, 95 %")
+        mark(axis, of, result.control, color="black", marker="*", ms=12, label="full: the control")
+        if result.args.budget_bytes is None:
+            axis.axhline(result.target, color="grey", ls="--", lw=1, label=f"target {result.target:g}")
+        for number, outcome in enumerate(result.outcomes):
+            label, colour = outcome.contender.label, f"C{number % 10}"
+            rows = [row for row in result.rows if row["policy"] == label and result.figure(row).n]
+            searched = sorted((row for row in rows if row["part"] == SEARCH), key=lambda row: row[of])
+            axis.plot(
+                [row[of] for row in searched], [result.figure(row).share for row in searched], color=colour, lw=0.8
+            )
+            axis.plot([], [], color=colour, marker="o", label=label)
+            for row in rows:
+                mark(axis, of, row, color=colour, marker="o", mfc="white" if row["part"] == SEARCH else colour)
+        axis.set_xlim(0, 1.03)
+        axis.set_ylim(-0.04, 1.04)
+        for each in (axis.xaxis, axis.yaxis):
+            each.set_major_formatter(lambda value, _: f"{value:.0%}")
+        axis.set_xlabel(said)
+        axis.grid(alpha=0.25)
+    axis = axes[0]
     axis.set_ylabel("tokens that agree" if result.args.measure == "tokens" else f"{result.args.measure} answers")
-    axis.grid(alpha=0.25)
     made.legend(*axis.get_legend_handles_labels(), fontsize=8, frameon=False, loc="outside upper center", ncols=3)
     made.savefig(path, dpi=120, bbox_inches="tight", facecolor="white")
     pyplot.close(made)
@@ -242,7 +250,7 @@ def page(result: Result, lines: list[str], picture: Path) -> str:
     for line in lines:
         text = html.escape(line.strip())
         body.append(f"<pre><code>{text}</code></pre>" if line.startswith(" ") else f"<p><b>{text}</b></p>")
-    body.append(figure("Answers against memory", picture))
+    body.append(figure("Answers against memory and peak", picture))
     body.append(f"<table><thead><tr>{_row('th', {name: name for name in shown[0]})}</tr></thead><tbody>")
     body += [f"<tr>{_row('td', row)}</tr>" for row in shown]
     body.append("</tbody></table>")
