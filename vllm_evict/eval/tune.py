@@ -227,7 +227,7 @@ class Tuner:
                 )
         self._backend: AuditedEngine | AuditedServer | None = None
         self._running: Callable[[], AuditedEngine | AuditedServer] | None = None
-        self._progress = Progress(lambda line: None, "prompt")
+        self._progress: Progress  # of `run`
 
     def close(self) -> None:
         """Stop what was started."""
