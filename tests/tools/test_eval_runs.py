@@ -202,7 +202,9 @@ def test_contexts_are_reconstructed_before_the_question_is_there(tiny, setting, 
 def test_a_run_its_columns_and_its_resumption(tiny, tmp_path, monkeypatch):
     plan, said = offline_plan(tiny, tmp_path), []
     first = run(plan, said.append)
-    assert len(first) == 3 * (2 + 2) and not said
+    started = f"starting vLLM on {tiny}, engine 1 of 1: agnostic"
+    assert len(first) == 3 * (2 + 2) and said == [started]
+    said.clear()
     full, h2o = (next(r for r in first if (r["policy"], r["task"]) == (p, "niah")) for p in ("full", "h2o"))
     assert (full["evicted_tokens"], full["budget_tokens"]) == (0, None)
     assert h2o["evicted_tokens"] >= 384 and h2o["budget_tokens"] == 128 and h2o["peak_blocks"] < full["peak_blocks"]
@@ -228,6 +230,7 @@ def test_a_run_its_columns_and_its_resumption(tiny, tmp_path, monkeypatch):
     assert said == [
         f"{path}: its last line was only half written, and is dropped",
         f"{path}: 9 of 12 rows are there already",
+        started,
     ]
     assert path.read_text().splitlines()[:-3] == before[:-3]
     answers = [{r["key"]: (r["answer"], r["prompt_sha256"]) for r in found} for found in (first, again)]
@@ -295,7 +298,10 @@ def test_every_turn_asks_the_same_document_whatever_the_policy(tmp_path):
     kept = [line for line in path.read_text().splitlines() if json.loads(line)["key"] != turns[2]["key"]]
     path.write_text("\n".join(kept) + "\n")
     again = run(plan, said.append)
-    assert said == [f"{path}: {len(first) - 4} of {len(first)} rows are there already"]
+    assert said == [
+        f"{path}: {len(first) - 4} of {len(first)} rows are there already",
+        f"starting vLLM on {NEEDLE}, engine 1 of 2: turns",
+    ]
     assert {row["key"]: row["answer"] for row in again} == {row["key"]: row["answer"] for row in first}
     assert len(again) == len(first)
 
