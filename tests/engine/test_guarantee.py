@@ -12,6 +12,8 @@ from vllm_evict.integration.engine.pressure import MOST_TAKINGS
 pytestmark = pytest.mark.minutes
 
 BLOCK, CHUNK = 32, 256
+#: Host memory of the longest request: 64 blocks in two layers.
+HOST = "2MiB"
 SIZES = {"budget": 512, "buffer": 0, "sink": 32, "recent": 64, "allow": []}
 SPLIT = {"sink": 32, "recent": 96, "allow": []}
 POLICIES = {
@@ -22,6 +24,8 @@ POLICIES = {
     "admits": {"name": "h2o", **SIZES, "when": "pressure", "admit": True},
     "context": {"name": "h2o", **SIZES, "context": 900},
     "adakv": {"name": "adakv", **SIZES, "bands": 2},
+    "host": {"name": "full", **SIZES, "evict": "host", "host": HOST},
+    "host-pressure": {"name": "full", **SIZES, "evict": "host", "host": HOST, "when": "pressure"},
     "duo-token": {
         "name": "duo",
         "pattern": ["10", "01"],
@@ -49,13 +53,15 @@ def test_the_smallest_pool_serves_any_load(engine, name, spare):
     """Two prompts three times as long as the budget, one of them with the other's prefix: both finish."""
     blocks = LEAST_OF.get(name, LEAST)
     options = dict(max_num_batched_tokens=CHUNK, max_model_len=2048)
+    options |= {"scheduling_policy": "priority"} if "host" in name else {}
     if not spare:
         with pytest.raises(ValueError, match="KV cache"):
             engine(POLICIES[name], blocks=blocks - 1, **options)
     server = engine(POLICIES[name], blocks=blocks + spare, **options)
     first = random_prompt(1500, 1)
-    for prompt in (first, random_prompt(1500, 2), first[:900] + random_prompt(600, 3)):
-        server.add(prompt, max_tokens=50)
+    for priority, prompt in enumerate((first, random_prompt(1500, 2), first[:900] + random_prompt(600, 3))):
+        server.add(prompt, priority=-priority if "host" in name else 0, max_tokens=50)
+        server.llm.llm_engine.step()
     # One after the other they take 56 steps each; each may be preempted a few times.
     done = run(server, 6 * 3 * 56)
     assert len(done) == 3

@@ -9,7 +9,7 @@ from pathlib import Path
 import loads
 import pytest
 from loads.contents import Fault
-from loads.program import Maker, Program
+from loads.program import Maker, Op, Program, Settings
 from loads.scheduler import failure, run, shortest
 from mutants import MUTANTS, source
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
@@ -65,6 +65,28 @@ def test_random_programs_hold_on_servers_with_blocks_on_the_host():
     assert counts["staged"] > 1000 and counts["reached"] > 500 and counts["relieved"] > 20
 
 
+@pytest.mark.parametrize("host", [False, True], ids=["pool", "host"])
+def test_random_programs_hold_with_priorities(host):
+    """A request may be preempted in the very step that has planned, and published, what it was to fill."""
+    counts = held(Maker(seed=6, only=None if host else ["sink-window", "h2o", "full"], host=host, priorities=1.0), 12)
+    assert counts["finished"] > 150 and counts["restarts"] > 5
+
+
+def test_what_a_preempted_request_was_to_fill_is_no_prefix(monkeypatch):
+    """A request that decodes needs a block in the step that plans a chunk of a less important one."""
+    programs = [
+        Program(
+            Settings({"name": "full"}, long=8, priorities=True, extra=extra),
+            (Op(id="low", length=60, priority=1), Op(1, id="high", length=length, tokens=40)),
+        )
+        for extra in range(3)
+        for length in range(1, 9)
+    ]
+    assert not any(map(failure, programs))
+    monkeypatch.setattr(EvictionMixin, "_withdraw", lambda self, request: None)
+    assert any(fault.kind == "purity" for fault in filter(None, map(failure, programs)))
+
+
 @pytest.mark.parametrize("name", ["sink-window", "h2o", "snapkv", "kvzip", "full"])
 def test_random_programs_hold_on_servers_that_audit(name):
     """All answers; shadows begin beside other requests, and are withdrawn for them."""
@@ -117,6 +139,19 @@ FAILED = {
  "ops": [{"at": 5, "id": "r15", "length": 73, "family": 1, "shared": 36, "tokens": 90, "ask": {"kv_usage": true}},
          {"at": 6, "id": "r19", "length": 178, "family": 1, "shared": 178, "tokens": 20, "n": 2, "hot": true},
          {"at": 6, "id": "r20", "length": 46, "family": 1, "shared": 23, "n": 3, "ask": {"kv_policy": "full"}}]}
+""",
+    # Its prefix on the host stayed in use while a request waited: running requests found no room there.
+    "a waiting request with its prefix on the host": """
+{"settings": {"policy": {"name": "full", "evict": "host", "host": 148289, "when": "pressure", "budget": 28, "buffer": 0,
+                         "sink": 7, "recent": 9}, "length": 70},
+ "ops": [{"at": 23, "id": "r11", "length": 69, "family": 1, "shared": 69, "n": 3, "hot": true}]}
+""",
+    # An idle session held the host: a request that ran alone found no room there, and was preempted for ever.
+    "an idle session that holds the host": """
+{"settings": {"policy": {"name": "full", "evict": "host", "host": 245760, "budget": 16, "buffer": 0, "sink": 4,
+                         "recent": 4}, "length": 113, "extra": 4, "ahead": true, "seed": 6},
+ "ops": [{"id": "s0", "length": 93, "tokens": 6, "session": true},
+         {"at": 100, "id": "a1", "length": 74, "family": 6, "tokens": 30}]}
 """,
     # What a request of another policy fills while layers read less was taken for pure: its policy had other sinks.
     "a request of another policy where layers read less": """
@@ -219,9 +254,15 @@ def kept_uncounted(monkeypatch):
     monkeypatch.setattr(HostPool, "use", lambda self, number: self._users.__setitem__(number, 1))
 
 
+def held_while_waiting(monkeypatch):
+    """A request that finds no room keeps its prefix on the host in use."""
+    monkeypatch.setattr(Staging, "_cancel_all", lambda self: None)
+
+
 @pytest.mark.parametrize(
     ("mutation", "kinds"),
     [
+        (held_while_waiting, ("host",)),
         (released_late, ("host", "left")),
         (unlimited, ("host", "purity", "reads")),
         (kept_uncounted, ("host", "KeyError")),

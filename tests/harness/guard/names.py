@@ -208,7 +208,6 @@ CALLED = {
     "return_softmax_lse=True)",
     "vllm.v1.core.block_pool:BlockPool.cache_full_blocks": "(request, blocks, num_cached_blocks, num_full_blocks, "
     "block_size, kv_cache_group_id, block_mask=...)",
-    "vllm.v1.core.block_pool:BlockPool.evict_blocks": "(...)",
     "vllm.v1.core.block_pool:BlockPool.free_blocks": "(...)",
     "vllm.v1.core.block_pool:BlockPool.get_cached_block": "(block_hash, kv_cache_group_ids)",
     "vllm.v1.core.kv_cache_coordinator:HybridKVCacheCoordinator.find_longest_cache_hit": "(block_hashes, "

@@ -112,8 +112,7 @@ class HostInvariants:
 
     def _check_host(self) -> None:
         """*host*: each host block is free, cached or used; requests use what the books say; hashes say what is there."""
-        reaching, manager = self.scheduler.part(Reaching), self.evictable[0]
-        pool, users = reaching.pool, Counter(number for each in reaching.arriving.values() for number in each.used)
+        pool, manager, users = self.scheduler.part(Reaching).pool, self.evictable[0], Counter[int]()
         for req_id, resident in manager.residents.items():
             residence, table = resident.residence, manager.req_to_blocks.get(req_id, ())
             users.update(residence.host.values())

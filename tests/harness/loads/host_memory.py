@@ -59,8 +59,7 @@ class HostMemory:
 
     def _reached(self):
         """Return the host blocks that requests read, and those that wait for requests with their prefix."""
-        pool, (manager,), arriving = self.pool, self.scheduler.kv_managers, self.scheduler.part(Reaching).arriving
-        users = Counter(number for each in arriving.values() for number in each.used)
+        pool, (manager,), users = self.pool, self.scheduler.kv_managers, Counter()
         for req_id, blocks in manager.residents.items():
             room, residence = blocks.limits.room, blocks.residence
             for logical, number in residence.host.items():

@@ -35,6 +35,8 @@ class Invariants(HostInvariants):
     worker: Worker
     counts: Counter[str]
     live: dict[str, Request]
+    #: Whether vLLM resets the prefix cache now, and preempts all running requests for it.
+    _resets = False
 
     def _learn(self, req_ids: Any) -> None:
         """Note which tokens the hashes of requests' blocks stand for."""
@@ -224,6 +226,19 @@ class Invariants(HostInvariants):
 
         self.scheduler._preempt_request = mended
 
+    def _watch_preemptions(self) -> None:
+        """*alone*: what start-up and admission accept has room for, if no other request holds any."""
+        preempt = self.scheduler._preempt_request
+
+        def watched(request: Request, *args: Any, **kwargs: Any) -> None:
+            others = [req_id for each in self.managers for req_id in each.req_to_blocks if req_id != request.request_id]
+            if not others and not self._resets:
+                free = self.pool.get_num_free_blocks()
+                raise Fault("alone", f"{request.request_id} is preempted, and no other holds any; {free} are free")
+            preempt(request, *args, **kwargs)
+
+        self.scheduler._preempt_request = watched
+
     def _watch_pressure(self) -> None:
         """*vain*: see what each allocation that lacked blocks has cost, and whether it succeeded."""
         allocate = self.cache.allocate_slots
@@ -325,10 +340,16 @@ class Invariants(HostInvariants):
         return bool(lost)
 
     def _held_by_sessions(self) -> bool:
-        """Whether sessions between turns, which vLLM never preempts, have all the blocks; one is ended if so."""
+        """Whether sessions between turns, which vLLM never preempts, have all the blocks; one is ended if so.
+
+        With blocks on the host they give them, so there they may have but all places of requests that run.
+        """
         if self._end_lost_sessions():
             self._since_oldest = 0
             return True
+        places = len(self.scheduler.running) + self.scheduler.num_waiting_for_streaming_input
+        if self.worker.host is not None and places < self.settings.seqs:
+            return False
         sessions = [r for r in self.live.values() if r.resumable and r.status != RequestStatus.RUNNING]
         holders = [r.request_id for r in sessions if r.num_computed_tokens]
         if not holders or (len(holders) == 1 and len(self.live) == 1):

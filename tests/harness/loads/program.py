@@ -174,6 +174,7 @@ class Maker:
         drafts: whether servers speculate.
         host: whether all servers have blocks on the host; else a part of those under `full` does, if none speculates.
         audits: share of servers that audit all answers, of those that can.
+        priorities: share of servers with priority scheduling.
     """
 
     def __init__(
@@ -185,9 +186,10 @@ class Maker:
         drafts: bool = False,
         host: bool = False,
         audits: float = 0.0,
+        priorities: float = 0.2,
     ) -> None:
         self.random, self.only, self.faithful, self.requests = random.Random(seed), only, faithful, requests
-        self.drafts, self.host = drafts, host
+        self.drafts, self.host, self.priorities = drafts, host, priorities
         #: Of its own, so that other programs of a seed stay what they were.
         self.reads = random.Random(f"select {seed}")
         self.reads_beside = random.Random(f"select beside {seed}")
@@ -246,7 +248,7 @@ class Maker:
             caching=self._chance(0.85),
             ahead=ahead,
             runner=pick((1, 1, 2)),
-            priorities=self._chance(0.2),
+            priorities=self._chance(self.priorities),
             watermark=pick((0.0, 0.0, 0.0, 0.01, 0.05, 0.1)),
             long=pick((0, 0, 0, 0, block, 2 * block)),
             whole=whole < 0.8,

@@ -14,6 +14,7 @@
   more important;
 - *host*: each host block is free, cached or used; worker and scheduler agree who uses it; what is under a hash was
   computed of its tokens; staging pages suffice for the prompts of a step;
+- *alone*: a request that alone holds blocks is not preempted;
 - *stall*: requests get on, see `Invariants._stall`;
 - *left*: once all requests are done, every block is in the pool and nothing is remembered of any request.
 
@@ -125,7 +126,9 @@ class Simulation(Invariants):
             self._watch_host()
         if of and of.of(Pressure):
             self._watch_pressure()
-        if settings.priorities:
+        if self.evictable:
+            self._watch_preemptions()
+        elif settings.priorities:
             self._withdraw_what_is_not_computed()
         if of and of.of(Audits):
             self._watch_audits()
@@ -318,12 +321,15 @@ class Simulation(Invariants):
 
     def _reset(self, running: bool) -> None:
         self._since = self._since_oldest = 0
+        self._resets = True
         try:
             self.scheduler.reset_prefix_cache(reset_running_requests=running)
         except RuntimeError:
             # Sessions between two turns hold blocks that vLLM cannot take from them.
             if not self.scheduler.kv_holding_waiting:
                 raise
+        finally:
+            self._resets = False
         self.counts["resets"] += 1
 
     def _ended(self, req_id: str) -> None:

@@ -19,7 +19,9 @@ from .pressure import APART
 
 @dataclass(slots=True)
 class Arriving:
-    """The blocks of the host with which a request will start, if the pool has room for it; they are in use until then.
+    """The blocks of the host with which a request starts, if the step being planned has room for it.
+
+    They are in use until that step is planned.
 
     Attributes:
         numbers: logical block -> host block, ascending, of what it takes from the host.
@@ -71,7 +73,6 @@ class Staging(Mechanism):
 
     def before_schedule(self) -> None:
         self._free = self._pages
-        self._cancel_all()
 
     def limit_tokens(self, request: Any, computed_tokens: int, new_tokens: int) -> int:
         req_id, is_decode = request.request_id, decodes(request, computed_tokens)
@@ -126,6 +127,8 @@ class Staging(Mechanism):
 
     def on_scheduled(self, plan: EvictionPlan, tokens: Mapping[str, int]) -> None:
         self._planned.clear()
+        # Requests that run need the host before the next step: those that found no room hold nothing there.
+        self._cancel_all()
 
     def on_free(self, request: Any) -> None:
         self._planned.pop(request.request_id, None)

@@ -22,6 +22,8 @@ logger = init_logger("vllm.evict")
 
 #: Steps in a row in which requests wait and none runs, after which a session gives its blocks to them.
 STALLED = 16
+#: Preemptions after which a request is not to be preempted for what sessions hold.
+MOST_PREEMPTIONS = 2
 
 
 class Admission:
@@ -156,10 +158,15 @@ class Admission:
         Sessions between two turns hold their blocks, and vLLM preempts running requests alone. So without this,
         sessions that fill the pool would wait for each other's blocks for ever, and other requests for theirs. Idle
         sessions start over first, then the session that waits behind all others.
+
+        A request that runs alone and is preempted again and again has room to start, but not to go on: sessions hold
+        what it needs on the host. Then one of them starts over at once.
         """
         scheduler = self._scheduler
         self._empty_steps = 0 if scheduled or scheduler.running else self._empty_steps + 1
-        if self._empty_steps < STALLED or scheduler.pause_state != PauseState.UNPAUSED:
+        if not self._empty_steps or scheduler.pause_state != PauseState.UNPAUSED:
+            return
+        if self._empty_steps < STALLED and not any(map(_was_preempted, scheduler.waiting)):
             return
         idle, waits = RequestStatus.WAITING_FOR_STREAMING_REQ, (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         # The last one gives first. Requests of another status wait for something that comes: a grammar, a connector.
@@ -182,6 +189,10 @@ class Admission:
             # The decision is taken with the prompt's last tokens, or in a later step if no report comes.
             scoring = replace(scoring, trigger=0, start=max(request.num_prompt_tokens - scoring.window, 0))
         return scoring
+
+
+def _was_preempted(request: Request) -> bool:
+    return request.status == RequestStatus.PREEMPTED and request.num_preemptions > MOST_PREEMPTIONS
 
 
 def _key(prompt: list[int] | None) -> int:

@@ -403,10 +403,11 @@ class EvictableManager(FullAttentionManager):
         missing = copies - self.block_pool.get_num_free_blocks()
         if missing <= 0:
             return True
-        published = [block.block_id for block in blocks if block.ref_cnt == 1 and block.block_hash is not None]
+        published = [block for block in blocks if block.ref_cnt == 1 and block.block_hash is not None]
         if len(published) < missing:
             return False
-        self.block_pool.evict_blocks(set(published[-missing:]))
+        for block in published[-missing:]:
+            self.block_pool._maybe_evict_cached_block(block)
         return True
 
     def _count(self, resident: RequestBlocks, held: int) -> None:

@@ -103,7 +103,8 @@ class Reaching(Staging):
         def evicted(block: KVCacheBlock) -> bool:
             key, block_id = block.block_hash, block.block_id
             wanted = key is not None and (get_group_id(key) == own or block_id in self._ends)
-            if wanted and block_id not in outdated:
+            # A block in use leaves the prefix cache because no step computes it, or because it is written next.
+            if wanted and not block.ref_cnt and block_id not in outdated:
                 self.pool.keep(self.view.next_plan, self._manager.number, key, block_id)
             self._ends.discard(block_id)
             return bool(evict(block))

@@ -346,6 +346,18 @@ class EvictionMixin(Base):
             for manager in self.other_managers:
                 manager.publish_end(request)
 
+    def _withdraw(self, request: Request) -> None:
+        """Take blocks of a request out of the prefix cache that no step computes.
+
+        vLLM publishes what a step fills as it plans the step. By priority it may then preempt the request in that same
+        step, and keeps these blocks published (its pull request 43569).
+        """
+        for manager in (*self.kv_managers, *self.other_managers):
+            planned = manager.req_to_blocks.get(request.request_id, ())
+            for block in planned[request.num_computed_tokens // manager.block_size :]:
+                if block.block_hash is not None:
+                    self.kv_cache_manager.block_pool._maybe_evict_cached_block(block)
+
     # vLLM's own methods, with the parts' say
 
     def add_request(self, request: Request) -> None:
@@ -371,6 +383,7 @@ class EvictionMixin(Base):
         return self.mechanisms.passed("on_hit", self.hits.cut(request, hit), request)
 
     def _free_request_blocks(self, request: Request) -> None:
+        self._withdraw(request)
         self._plan.forget(request.request_id)
         self.mechanisms.call("on_free", request)
         super()._free_request_blocks(request)
