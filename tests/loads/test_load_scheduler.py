@@ -259,10 +259,17 @@ def held_while_waiting(monkeypatch):
     monkeypatch.setattr(Staging, "_cancel_all", lambda self: None)
 
 
+def not_told(monkeypatch):
+    """No event tells that a host block is dropped."""
+    note = HostPool._note
+    monkeypatch.setattr(HostPool, "_note", lambda self, hashes, there: note(self, hashes if there else (), there))
+
+
 @pytest.mark.parametrize(
     ("mutation", "kinds"),
     [
         (held_while_waiting, ("host",)),
+        (not_told, ("events",)),
         (released_late, ("host", "left")),
         (unlimited, ("host", "purity", "reads")),
         (kept_uncounted, ("host", "KeyError")),

@@ -55,6 +55,8 @@ class HostPool:
         self._unused: OrderedDict[int, None] = OrderedDict()
         self._numbers: dict[Hashable, int] = {}
         self._hashes: dict[int, Hashable] = {}
+        #: Hashes that came to the host (True) or left it, in this order, since they were last taken; None: not noted.
+        self.moved: list[tuple[Hashable, bool]] | None = None
 
     @property
     def available(self) -> int:
@@ -157,6 +159,7 @@ class HostPool:
     def forget(self, plan: EvictionPlan) -> None:
         """Forget all hashes: what host blocks hold is of no use to a request that starts now."""
         unused, self._unused = self._unused, OrderedDict()
+        self._note(self._numbers, False)
         self._numbers.clear()
         self._hashes.clear()
         for number in unused:
@@ -166,14 +169,21 @@ class HostPool:
         """Have workers copy a block to the host; return its host block."""
         if not self._free:
             dropped, _ = self._unused.popitem(last=False)
-            del self._numbers[self._hashes.pop(dropped)]
+            gone = self._hashes.pop(dropped)
+            self._note([gone], False)
+            del self._numbers[gone]
             self._free.append(dropped)
         number = self._free.pop()
         if block_hash is not None:
             self._numbers[block_hash], self._hashes[number] = number, block_hash
+            self._note([block_hash], True)
         # What other requests may use is copied though the request ends in the same step.
         plan.orders.append(Copy("" if block_hash is not None else req_id, group, "spill", physical, number))
         return number
+
+    def _note(self, hashes: Iterable[Hashable], there: bool) -> None:
+        if self.moved is not None:
+            self.moved += [(each, there) for each in hashes]
 
     def _give_back(self, plan: EvictionPlan, number: int) -> None:
         self._free.append(number)

@@ -64,6 +64,7 @@ REPLACED = {
         "integration.engine.reaching:Reaching._watch.found": "get_cached_block",
         "integration.engine.outdated:Outdated.__init__.evicted": "_maybe_evict_cached_block",
         "integration.engine.allocation:note_published": "cache_full_blocks cache_partial_block",
+        "integration.engine.host_events:HostEvents.__init__.taken": "take_events",
     },
     "vllm.v1.core.kv_cache_manager:KVCacheManager": {
         "integration.engine.allocation:before_giving_up": "allocate_slots",

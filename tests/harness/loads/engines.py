@@ -12,7 +12,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVEventsConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
 from vllm.v1.core.kv_cache_utils import (
     _max_memory_usage_bytes_from_groups,
     _pool_bytes_per_block,
@@ -100,6 +108,7 @@ def engine_config(settings: Settings) -> VllmConfig:
     config.cache_config = copy.copy(config.cache_config)
     config.cache_config.block_size = settings.block
     config.cache_config.enable_prefix_caching = settings.caching
+    config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null") if settings.events else None
     config.speculative_config = None
     if settings.drafts:
         if min(settings.chunk // settings.seqs, settings.long or settings.chunk) <= settings.drafts:

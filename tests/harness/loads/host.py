@@ -1,10 +1,11 @@
 """Blocks that layers read on the host: the host memory of a worker double, and what has to hold of host blocks."""
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
+from vllm.distributed.kv_events import AllBlocksCleared, BlockStored
+from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, maybe_convert_block_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_evict.core.actions import Action
@@ -109,6 +110,10 @@ class HostInvariants:
     counts: Counter[str]
     #: See `_watch_host`.
     _cut: set[str]
+    #: Medium -> what events told of each (KV group, hash): its parent and tokens, and how many blocks have it.
+    _mirror: dict[str, dict[Any, list[Any]]]
+    #: (KV group, hash) -> parent and tokens, as events of the pool told; of windows they do not tell.
+    _parents: dict[Any, tuple[Any, list[int]]]
 
     def _check_host(self) -> None:
         """*host*: each host block is free, cached or used; requests use what the books say; hashes say what is there."""
@@ -149,6 +154,54 @@ class HostInvariants:
             return fits
 
         reaching.before_apply = watched  # type: ignore[method-assign]
+
+    def _watch_events(self) -> None:
+        """Mirror the prefix caches of pool and host, as a router does."""
+        self._mirror, self._parents = {"GPU": {}, "CPU": {}}, {}
+        take = self.scheduler.kv_cache_manager.take_events
+
+        def taken() -> list[Any]:
+            events = take()
+            for event in events:
+                if isinstance(event, AllBlocksCleared):
+                    self._mirror = {"GPU": {}, "CPU": {}}
+                    continue
+                known, parent = self._mirror[event.medium], getattr(event, "parent_block_hash", None)
+                for at, each in enumerate(event.block_hashes):
+                    key = event.group_idx, each
+                    if isinstance(event, BlockStored):
+                        tokens = event.token_ids[at * event.block_size : (at + 1) * event.block_size]
+                        known.setdefault(key, [parent, tokens, 0])[2] += 1
+                        if event.medium == "GPU" and len(event.token_ids) == len(event.block_hashes) * event.block_size:
+                            self._parents[key] = parent, tokens
+                        parent = each
+                    elif key not in known:
+                        raise Fault("events", f"{key} leaves {event.medium}, and was not there")
+                    else:
+                        known[key][2] -= 1
+                        if not known[key][2]:
+                            del known[key]
+            return events
+
+        self.scheduler.kv_cache_manager.take_events = taken  # type: ignore[method-assign]
+
+    def _check_events(self) -> None:
+        self.scheduler.kv_cache_manager.take_events()
+        cache, host = self.scheduler.kv_cache_manager.block_pool, self.scheduler.part(Reaching).pool
+        of_pool = {block.block_hash for block in cache.blocks if block.block_hash is not None}
+        of_host = set(host._numbers) - of_pool  # each block is known of one medium
+        for medium, hashes in (("GPU", of_pool), ("CPU", of_host)):
+            there = {(get_group_id(each), maybe_convert_block_hash(get_block_hash(each))) for each in hashes}
+            known = self._mirror[medium]
+            if there != known.keys():
+                raise Fault("events", f"{len(known)} blocks are known of {medium}, {len(there)} are there")
+        for key, (parent, tokens, count) in self._mirror["CPU"].items():
+            if count != 1:
+                raise Fault("events", f"{key} came {count} times to the host")
+            if (parent, tokens) != self._parents.get(key, (None, [])):
+                raise Fault(
+                    "events", f"{key} is of {tokens} after {parent}; in the pool it was {self._parents.get(key)}"
+                )
 
     def _check_no_host_left(self) -> None:
         scheduler, pool = self.scheduler, self.scheduler.part(Reaching).pool

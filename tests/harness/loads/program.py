@@ -58,6 +58,7 @@ class Settings:
             their own, and of those that come with both.
         poison: the scheduler names freed blocks to be filled with NaN, as in `VLLM_EVICT_POISON=1`.
         stats: the scheduler makes statistics of each step.
+        events: the scheduler makes KV events.
         drafts: most draft tokens of a request in a step; 0: the server does not speculate.
         accepted: one of `ACCEPTED`.
         drafter: "" (n-grams), or a method whose drafter has layers: "draft_model" or "eagle".
@@ -85,6 +86,7 @@ class Settings:
     doubled: float = 0.0
     poison: bool = False
     stats: bool = False
+    events: bool = False
     drafts: int = 0
     accepted: str = "any"
     drafter: str = ""
@@ -195,6 +197,7 @@ class Maker:
         self.reads_beside = random.Random(f"select beside {seed}")
         self.allocates = random.Random(f"allocate {seed}")
         self.chunks = random.Random(f"chunks {seed}")
+        self.events = random.Random(f"events {seed}")
         self.audits, self.audited = audits, random.Random(f"audit {seed}")
 
     def program(self) -> Program:
@@ -259,6 +262,7 @@ class Maker:
             poison=self._chance(0.3),
             stats=self._chance(0.1),
             seed=self.random.randrange(1 << 16),
+            events=policy is not None and "evict" in policy and self.events.random() < 0.5,
         )
         if self.drafts:
             drafts = min(pick((1, 2, 3, 3, 5, 9)), block - 1)

@@ -12,6 +12,7 @@
 - *admit*: where pressure admits no waiting request, none takes blocks;
 - *vain*: blocks are evicted under pressure only if the request that lacked some gets them, and of no request that is
   more important;
+- *events*: KV events tell which prefixes are in the pool and on the host, and of which tokens they are;
 - *host*: each host block is free, cached or used; worker and scheduler agree who uses it; what is under a hash was
   computed of its tokens; staging pages suffice for the prompts of a step;
 - *alone*: a request that alone holds blocks is not preempted;
@@ -124,6 +125,8 @@ class Simulation(Invariants):
         self._cut: set[str] = set()
         if host is not None:
             self._watch_host()
+        if settings.events:
+            self._watch_events()
         if of and of.of(Pressure):
             self._watch_pressure()
         if self.evictable:
@@ -198,6 +201,8 @@ class Simulation(Invariants):
         free = self.pool.get_num_free_blocks()
         shared = {block.block_id for block in self.pool.blocks if block.ref_cnt > 1}
         taken = scheduler.update_from_output(output, answer)
+        if self.settings.events:
+            self._check_events()
         if self.settings.drafts and not self.settings.ahead:
             scheduler.update_draft_token_ids(self._drafts(output))
         self._learn(output.num_scheduled_tokens)

@@ -26,6 +26,7 @@ from ...environment import poison_mode
 from ..start.attending import kv_heads
 from .allocation import take_from_host
 from .hits import Hit
+from .host_events import HostEvents
 from .managers import FROM_HOST, most_beside
 from .outdated import Outdated
 from .spec import alike_bytes, covers, host_blocks
@@ -83,6 +84,8 @@ class Reaching(Staging):
         if self._caches:
             self._watch(pool)
             take_from_host(self._cache)
+            if pool.enable_kv_cache_events:
+                HostEvents(pool, self.pool)
 
     @property
     def described(self) -> str:
