@@ -157,7 +157,8 @@ class Admission:
 
         Sessions between two turns hold their blocks, and vLLM preempts running requests alone. So without this,
         sessions that fill the pool would wait for each other's blocks for ever, and other requests for theirs. Idle
-        sessions start over first, then the session that waits behind all others.
+        sessions start over first, then the session that waits behind all others. The first one does if it alone has
+        blocks: it may have more than its bound, where the host had no room for them when its turn ended.
 
         A request that runs alone and is preempted again and again has room to start, but not to go on: sessions hold
         what it needs on the host. Then one of them starts over at once.
@@ -174,7 +175,7 @@ class Admission:
         order = sorted(requests, key=lambda each: (each.status == idle, each.priority, each.arrival_time))
         if not order or order[0].status not in waits or any(each.status not in (idle, *waits) for each in order):
             return
-        for session in reversed(order[1:]):
+        for session in (*reversed(order[1:]), order[0]):
             if not session.num_in_flight_tokens and self._managers[0].req_to_blocks.get(session.request_id):
                 self.start_over(session)
                 self._empty_steps = 0
