@@ -131,9 +131,9 @@ EDITS = {
     ),
     "a called method is gone": (
         "vllm.v1.core.block_pool",
-        "def evict_blocks(self",
+        "def free_blocks(self",
         "def drop_blocks(self",
-        "BlockPool.evict_blocks",
+        "BlockPool.free_blocks",
     ),
     "a classmethod becomes a method": (
         "vllm.v1.attention.backend",
