@@ -347,7 +347,8 @@ def test_what_full_attention_cannot_judge_is_counted(engine, audited, monkeypatc
     server.llm.llm_engine.abort_request(["gone"])
     settle(server)
     assert not audited and skipped(server) == dict.fromkeys([*SKIPPED, "aborted"], 1)
-    assert sum("4 have none (aborted 1, bias 1, grammar 1, penalties 1)" in message for message in messages) == 1
+    assert sum("audit 4 have none (aborted 1, bias 1, grammar 1, penalties 1)" in message for message in messages) == 1
+    assert sum("of the first 4 answers drawn" in message for message in messages) == 1
     values = server.metrics()
     assert values["vllm:num_preemptions"] == 0
     server.assert_nothing_left()

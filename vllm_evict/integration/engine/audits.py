@@ -199,10 +199,12 @@ class Audits(Mechanism):
                 why = "backlog"
         if why is not None:
             self._skip(answer, why)
-            return
-        answer.token_ids = list(request.all_token_ids[: request.num_prompt_tokens + (served or 0)])
-        self._backlog.append(answer)
-        self._tokens += len(answer.token_ids)
+        else:
+            answer.token_ids = list(request.all_token_ids[: request.num_prompt_tokens + (served or 0)])
+            self._backlog.append(answer)
+            self._tokens += len(answer.token_ids)
+        if self.drawn == SAID_EVERY:
+            logger.info(said.begun(self.drawn, len(self), self._skips))
 
     def _drop(self, answer: AuditedAnswer) -> None:
         self._backlog.remove(answer)

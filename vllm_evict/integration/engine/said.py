@@ -53,6 +53,15 @@ def figures(totals: Mapping[bool, Counter[str]], firsts: Sequence[int], skips: M
     return "; ".join(parts)
 
 
+def begun(drawn: int, waiting: int, skips: Mapping[str, int]) -> str:
+    """Return what became of the first answers that were drawn for an audit."""
+    skipped, reasons = sum(skips.values()), f" ({listed(skips)})" if skips else ""
+    return (
+        f"KV policies: of the first {drawn} answers drawn for an audit {drawn - waiting - skipped} are audited, "
+        f"{waiting} wait and {skipped} have none{reasons}"
+    )
+
+
 def coverage(skips: Mapping[str, int], audited: int) -> str:
     """Return that most answers have no audit."""
     skipped = sum(skips.values())
