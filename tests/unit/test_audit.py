@@ -1,6 +1,7 @@
 """What scored rows say of an answer, how they are scored, and the intervals of shares."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from vllm_evict.core.evidence import Promise
 from vllm_evict.core.plan import Report, Truncation
 from vllm_evict.integration.engine import said
 from vllm_evict.integration.engine.answers import Loss, Losses
+from vllm_evict.integration.engine.audits import _penalises
 from vllm_evict.integration.worker.scored import AT_ONCE, Scorer, score
 
 
@@ -157,3 +159,14 @@ def test_lines_of_the_log_name_what_was_found():
         promise, False, Counter(audited=4, identical=4)
     )
     assert "meet the target 0.900 again" in said.target(promise, True, Counter())
+
+
+@pytest.mark.parametrize(
+    "given, penalises", [({"repetition_penalty": 1.05}, True), ({"top_p": 0.9}, False), ({}, False)]
+)
+def test_a_penalty_of_the_models_own_is_known(given, penalises):
+    def gone():
+        raise OSError("no such folder")
+
+    assert _penalises(SimpleNamespace(get_diff_sampling_param=lambda: given)) is penalises
+    assert not _penalises(SimpleNamespace(get_diff_sampling_param=gone))

@@ -141,8 +141,7 @@ class Audits(Mechanism):
         self._warned = False
         #: Whether the engine ends once clients have their answers.
         self._ending = False
-        own = scheduler.vllm_config.model_config.get_diff_sampling_param() or {}
-        if own.get("repetition_penalty", 1) != 1:
+        if _penalises(scheduler.vllm_config.model_config):
             logger.warning(said.OF_MODEL)
 
     @classmethod
@@ -412,6 +411,15 @@ class Audits(Mechanism):
     def before_stats(self) -> None:
         if self._promise is not None:
             self._scheduler.tally.hold(self.view.kv_policy.name, missed=int(not self._promise.kept))
+
+
+def _penalises(model_config: Any) -> bool:
+    """Return whether the model gives requests a repetition penalty; no if its files are not there any more."""
+    try:
+        own = model_config.get_diff_sampling_param() or {}
+    except (OSError, ValueError):  # vLLM's front end has read them
+        return False
+    return bool(own.get("repetition_penalty", 1) != 1)
 
 
 def _sound(rows: list[Any], tokens: int) -> np.ndarray | None:
