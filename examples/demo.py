@@ -1,10 +1,12 @@
 """Shows eviction: policies on one batch of questions in a small pool, then a server and its clients.
 
-    make demo        (or: python examples/demo.py [--out out/demo])
+    make demo                  (or: python examples/demo.py [--model smollm2] [--out out/demo])
+    make demo MODEL=smollm2    on a trained model, or MODEL=gemma
 
 Every prompt hides a number in a long text and asks for it, so the tables show lost answers beside saved blocks.
 
-The demo needs no download and no GPU: the model is examples/needle/model, 5 MB.
+The demo needs no GPU, and on the embedded model, examples/needle/model of 5 MB, no download. A trained model and essays
+for its prompts are made first, as by `make models`.
 """
 
 import argparse
@@ -21,14 +23,12 @@ import time
 import urllib.request
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-# A model this small gains nothing from a second thread, and on a busy machine two threads wait for each other.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import openai
@@ -41,128 +41,66 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-
-from vllm_evict.eval import tasks, words
-from vllm_evict.eval.prompts import Prompts
-from vllm_evict.eval.score import score
+from shows import BLOCK, CHECKOUT, EMBEDDED, DemoError, Needle, Needles, Show, Talk, named, require
 
 console = Console(highlight=False)
-
-MODEL = Path(__file__).resolve().parent / "needle" / "model"
-KV_BYTES = 2 * 4 * 2 * 64 * 2  # a token: keys and values, layers, KV heads, head size, bfloat16
-BLOCK = 32
-REQUESTS, CONTEXT, OUTPUT = 16, 1024, 256
-QUESTION = 8  # tokens of a question and of the chat template after it
-POOL_BLOCKS = 192
-BUDGET = 256
-H2O = {"name": "h2o", "budget": BUDGET, "buffer": 0, "sink": 32, "recent": 64}
-LAST = "h2o last 16"  # scores by the last 16 queries; "h2o" sums over all queries, as in the paper
-REACH = "full, host"  # blocks over the budget wait on the host, and layers read what the question wants
-POLICIES = {
-    "full": {"name": "full"},
-    "sink-window": {"name": "sink-window", "sink": 32, "recent": BUDGET - 32},
-    "h2o": H2O,
-    LAST: {**H2O, "accumulate": "last", "window": 16},
-    REACH: {**H2O, "name": "full", "evict": "host", "host": "64MiB"},
-}
-SERVER_POLICY = POLICIES[LAST]
-ASKED = 8  # needles over HTTP
 START_UP_SECONDS = 300
-
-
-class DemoError(Exception):
-    """Something did not work; the message says what."""
-
-
-def require(works: Any, message: str) -> None:
-    if not works:
-        raise DemoError(message)
-
-
-# ---- needles: questions and answers
-
-
-@dataclass(frozen=True)
-class Needle:
-    """A number hidden at some depth of a text, and the question for it."""
-
-    sample: tasks.Sample
-    ids: list[int]
-
-    def found_in(self, text: str) -> bool:
-        return score(text, self.sample) == 1
-
-
-class Needles:
-    """Makes needles that the model can find; each index gives another text."""
-
-    def __init__(self) -> None:
-        require((MODEL / "model.safetensors").exists(), f"there is no model in {MODEL}")
-        self.prompts, self.filler = Prompts(str(MODEL)), words.Filler()
-
-    def hide(self, depth: float, index: int) -> Needle:
-        sample = tasks.make("niah", CONTEXT, depth, index, 0, self.prompts.count, self.filler)
-        return Needle(sample, self.prompts.ids(sample))
-
-    def answer(self, token_ids: list[int]) -> str:
-        """The model's answer up to the end of its turn."""
-        end = self.prompts.tokenizer.eos_token_id
-        return self.prompts.tokenizer.decode(token_ids[: token_ids.index(end)] if end in token_ids else token_ids)
 
 
 # ---- offline: one batch, each policy, one small pool
 
 
 def offline(needles: Needles, out: Path) -> None:
+    show = needles.show
     console.rule("Offline: one batch, each policy")
     console.print(
-        f"{REQUESTS} requests of {CONTEXT + QUESTION:,} + {OUTPUT} tokens in a pool of {POOL_BLOCKS * BLOCK:,}. "
-        f"Policies that evict keep {BUDGET} tokens of each.\nEach text hides one number, at a depth of its own, and "
-        f"asks for it; after the answer the model writes on."
+        f"{show.requests} requests of up to {show.length:,} + {show.output} tokens in a pool of {show.pool_blocks} "
+        f"blocks of {BLOCK}.\nEach text hides one number, at a depth of its own, and asks for it; after the answer the "
+        f"model writes on.\n{show.kept}"
     )
-    batch = [needles.hide((i + 0.5) / REQUESTS, i) for i in range(REQUESTS)]
-    require(all(len(needle.ids) == CONTEXT + QUESTION for needle in batch), "prompts are not as long as they should be")
+    batch = needles.batch(show.requests)
+    require(all(len(needle.ids) <= show.length for needle in batch), "prompts are longer than they should be")
     runs, found = {}, {}
     columns = (TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn(), TextColumn("requests"))
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-        for name, policy in POLICIES.items():
-            task = progress.add_task(name, total=REQUESTS)
-            runs[name], answers = run_policy(policy, batch, lambda done, task=task: progress.advance(task, done))
+        for name, policy in show.policies.items():
+            task = progress.add_task(name, total=show.requests)
+            runs[name], answers = run_policy(show, policy, batch, lambda done, task=task: progress.advance(task, done))
             found[name] = [needle.found_in(needles.answer(ids)) for needle, ids in zip(batch, answers)]
     console.print(runs_table(runs, found))
-    console.print(depths_table(found))
+    console.print(depths_table(found, show.requests))
     picture = out / "resident_blocks.png"
-    draw(runs, picture)
+    draw(show, runs, picture)
     console.print(f"Resident blocks over time: {picture}")
-    check(runs, {name: sum(row) for name, row in found.items()})
+    check(show, runs, {name: sum(row) for name, row in found.items()})
 
 
-def check(runs: dict[str, Run], found: dict[str, int]) -> None:
+def check(show: Show, runs: dict[str, Run], found: dict[str, int]) -> None:
     """Check results that hold on any machine."""
-    require(runs["full"].evicted_blocks == 0, "full evicted something")
-    require(runs["full"].preemptions > 0, "the pool was large enough for full")
-    for name in POLICIES.keys() - {"full"}:
+    whole, *others = show.policies
+    require(not runs[whole].evicted_blocks, f"{whole} evicted something")
+    require(runs[whole].preemptions > 0 or not show.outgrown, f"the pool was large enough for {whole}")
+    for name in others:
         require(runs[name].evicted_blocks > 0, f"{name} evicted nothing")
         require(runs[name].preemptions == 0, f"{name} did not fit into the pool")
-    require(found["full"] >= 0.9 * REQUESTS, f"with all of its cache the model found only {found['full']} needles")
-    require(found[REACH] > found[LAST], f"{REACH} found no more needles than {LAST}: {found[REACH]}, {found[LAST]}")
-    order = [found[name] for name in ("full", LAST, "sink-window")]
-    require(order[0] > order[1] > order[2], f"needles found by full, {LAST}, sink-window do not fall: {order}")
+    enough = found[whole] >= show.sound * show.requests
+    require(enough, f"with all of its cache the model found only {found[whole]} needles")
+    show.order(found)
 
 
-def run_policy(policy: dict, batch: list[Needle], on_done: Any) -> tuple[Run, list[list[int]]]:
+def run_policy(show: Show, policy: Any, batch: list[Needle], on_done: Any) -> tuple[Run, list[list[int]]]:
     """Run the batch under one policy, in an engine of its own; returns counts, and the tokens of each answer."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
     llm = make_llm(
-        MODEL,
+        show.model,
         policy,
         dtype="bfloat16",
-        max_model_len=CONTEXT + QUESTION + OUTPUT,
+        max_model_len=show.length + show.output,
         block_size=BLOCK,
-        num_gpu_blocks_override=POOL_BLOCKS,
-        kv_cache_memory_bytes=POOL_BLOCKS * BLOCK * KV_BYTES,
-        max_num_seqs=REQUESTS,
+        num_gpu_blocks_override=show.pool_blocks,
+        kv_cache_memory_bytes=show.pool_blocks * show.block_bytes,
+        max_num_seqs=show.requests,
         max_num_batched_tokens=512,
         enable_prefix_caching=False,
         use_tqdm_on_load=False,
@@ -175,7 +113,7 @@ def run_policy(policy: dict, batch: list[Needle], on_done: Any) -> tuple[Run, li
 
     try:
         run_batch(llm, [batch[0].ids], 8)
-        run = run_batch(llm, [needle.ids for needle in batch], OUTPUT, on_step)
+        run = run_batch(llm, [needle.ids for needle in batch], show.output, on_step)
         return run, [answers[f"request-{index}"] for index in range(len(batch))]
     finally:
         del llm
@@ -191,7 +129,7 @@ def runs_table(runs: dict[str, Run], found: dict[str, list[bool]]) -> Table:
     for name, run in runs.items():
         table.add_row(
             name,
-            str(REQUESTS),
+            str(len(found[name])),
             str(run.peak_requests),
             f"{run.tokens_per_second:,.0f}",
             str(run.peak_blocks),
@@ -202,15 +140,15 @@ def runs_table(runs: dict[str, Run], found: dict[str, list[bool]]) -> Table:
     return table
 
 
-def depths_table(found: dict[str, list[bool]]) -> Table:
-    depths = "first" + "last".rjust(2 * REQUESTS - 6)
+def depths_table(found: dict[str, list[bool]], needles: int) -> Table:
+    depths = "first" + "last".rjust(2 * needles - 6)
     table = Table("needle found, by depth", depths, box=SIMPLE, show_edge=False, pad_edge=False)
     for name, row in found.items():
         table.add_row(name, " ".join(".#"[hit] for hit in row))
     return table
 
 
-def draw(runs: dict[str, Run], path: Path) -> None:
+def draw(show: Show, runs: dict[str, Run], path: Path) -> None:
     """Blocks in use after each step, by policy."""
     import matplotlib
 
@@ -221,11 +159,11 @@ def draw(runs: dict[str, Run], path: Path) -> None:
     for name, run in runs.items():
         seconds, blocks = zip(*run.samples, strict=True)
         axes.plot(seconds, blocks, label=f"{name}: {run.seconds:.1f} s, {run.preemptions} preemptions")
-    axes.axhline(POOL_BLOCKS, color="grey", linestyle="--", linewidth=1, label=f"pool: {POOL_BLOCKS} blocks")
+    axes.axhline(show.pool_blocks, color="grey", linestyle="--", linewidth=1, label=f"pool: {show.pool_blocks} blocks")
     axes.set(
         xlabel="seconds",
         ylabel=f"resident blocks of {BLOCK} tokens",
-        title=f"{REQUESTS} requests of {CONTEXT + QUESTION:,} + {OUTPUT} tokens",
+        title=f"{show.requests} requests of up to {show.length:,} + {show.output} tokens",
         ylim=(0, None),
     )
     figure.legend(loc="outside lower center", ncols=2)
@@ -238,21 +176,21 @@ def draw(runs: dict[str, Run], path: Path) -> None:
 
 def online(needles: Needles, out: Path) -> None:
     console.rule("Online: vllm serve --kv-policy")
-    port = free_port()
-    with serving(port, out / "server.log"):
+    show, port = needles.show, free_port()
+    with serving(show, port, out / "server.log"):
         start_up = [line for line in (out / "server.log").read_text().splitlines() if "KV policy" in line]
         require(start_up, "the server did not say what it evicts")
         console.print(start_up[0][start_up[0].index("KV policy") :], style="green")
         before = scrape(port)
         with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none") as client:
             name = client.models.list().data[0].id
-            batch = [needles.hide((i + 0.5) / ASKED, REQUESTS + i) for i in range(ASKED)]
+            batch = needles.batch(show.asked, show.requests)
             found = complete(client, name, batch)
-            chat(client, name, batch[-1])
+            stream(client, name, needles.talk(batch[-1]), needles.prompts.chat)
             refuse(client, name, batch[0])
-            found_by_window = choose(client, name, batch)
-            require(found > found_by_window, f"h2o found {found} needles, sink-window {found_by_window}")
-        console.print(moved_table(before, wait_for_evictions(port)))
+            found_by_window, policy = choose(client, name, batch), show.server_policy["name"]
+            require(found > found_by_window, f"{policy} found {found} needles, sink-window {found_by_window}")
+        console.print(moved_table(before, wait_for_evictions(port, policy)))
     console.print("The server is gone, and every process it started.")
 
 
@@ -267,29 +205,28 @@ def complete(client: openai.OpenAI, model: str, batch: list[Needle], what: str =
     return found
 
 
-def chat(client: openai.OpenAI, model: str, needle: Needle) -> None:
-    """A streamed chat."""
-    stream = client.chat.completions.create(
-        model=model,
-        messages=[{"role": "user", "content": needle.sample.text}],
-        max_tokens=16,
-        temperature=0,
-        stream=True,
-        stream_options={"include_usage": True},
-    )
+def stream(client: openai.OpenAI, model: str, talk: Talk, chat: bool) -> None:
+    """A streamed chat; of a model without a chat template, a streamed completion."""
+    options: dict[str, Any] = {"model": model, "max_tokens": talk.tokens, "temperature": 0, "stream": True}
+    options["stream_options"] = {"include_usage": True}
+    if chat:
+        chunks = client.chat.completions.create(messages=[{"role": "user", "content": talk.text}], **options)
+    else:
+        chunks = client.completions.create(prompt=talk.text, **options)
     text, usage = "", None
     with console.status("streaming") as status:
-        for chunk in stream:
+        for chunk in chunks:
             usage = chunk.usage or usage
             for choice in chunk.choices:
-                text += choice.delta.content or ""
-                status.update(f"streaming: {text}")
-    require(text and usage, "streamed chat: no text came back")
-    (number,) = needle.sample.answers
-    console.print(
-        f"[bold]streamed chat[/]: {usage.prompt_tokens} + {usage.completion_tokens} tokens: "
-        f'"... {needle.sample.question}" {text.strip()} ({"right" if needle.found_in(text) else f"it is {number}"})'
-    )
+                text += (choice.delta.content if chat else choice.text) or ""
+                status.update(f"streaming: {escape(text)}")
+    what = f"streamed {'chat' if chat else 'completion'}"
+    require(text and usage, f"{what}: no text came back")
+    said = f'{usage.prompt_tokens} + {usage.completion_tokens} tokens: "... {talk.end}" {text.strip()}'
+    if talk.needle:
+        (number,) = talk.needle.sample.answers
+        said += f" ({'right' if talk.needle.found_in(text) else f'it is {number}'})"
+    console.print(f"[bold]{what}[/]: {escape(said)}")
 
 
 def refuse(client: openai.OpenAI, model: str, needle: Needle) -> None:
@@ -324,14 +261,14 @@ def scrape(port: int) -> dict[tuple[str, str], float]:
     }
 
 
-def wait_for_evictions(port: int) -> dict[tuple[str, str], float]:
+def wait_for_evictions(port: int, policy: str) -> dict[tuple[str, str], float]:
     """The metrics when they have both policies' evictions, which come with the engine's next statistics."""
     for _ in range(50):
         metrics = scrape(port)
-        if all(metrics.get(("vllm:kv_evict_blocks_evicted_total", name)) for name in ("h2o", "sink-window")):
+        if all(metrics.get(("vllm:kv_evict_blocks_evicted_total", name)) for name in (policy, "sink-window")):
             return metrics
         time.sleep(0.2)
-    raise DemoError(f"/metrics shows no evictions by h2o and sink-window: {metrics}")
+    raise DemoError(f"/metrics shows no evictions by {policy} and sink-window: {metrics}")
 
 
 def moved_table(before: dict[tuple[str, str], float], after: dict[tuple[str, str], float]) -> Table:
@@ -351,15 +288,16 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serving(port: int, log: Path) -> Iterator[None]:
+def serving(show: Show, port: int, log: Path) -> Iterator[None]:
     """`vllm serve` in a process group of its own, which always ends with the block."""
-    policy = json.dumps(SERVER_POLICY)
-    console.print(f"$ vllm serve examples/needle/model --kv-policy '{policy}'", style="bold")
-    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(MODEL), "--kv-policy", policy]
-    command += f"--served-model-name needle --host 127.0.0.1 --port {port} --dtype bfloat16 --enforce-eager".split()
-    command += f"--block-size {BLOCK} --max-model-len 2048 --max-num-seqs 8".split()
-    command += f"--max-num-batched-tokens 512 --num-gpu-blocks-override {POOL_BLOCKS}".split()
-    command += ["--kv-cache-memory-bytes", str(POOL_BLOCKS * BLOCK * KV_BYTES)]
+    policy = json.dumps(show.server_policy)
+    console.print(f"$ vllm serve {show.model.relative_to(CHECKOUT)} --kv-policy '{policy}'", style="bold")
+    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(show.model), "--kv-policy", policy]
+    command += f"--served-model-name {show.made or EMBEDDED} --host 127.0.0.1 --port {port}".split()
+    command += ["--dtype", "bfloat16", "--enforce-eager"]
+    command += f"--block-size {BLOCK} --max-model-len {2 * show.length} --max-num-seqs 8".split()
+    command += f"--max-num-batched-tokens 512 --num-gpu-blocks-override {show.pool_blocks}".split()
+    command += ["--kv-cache-memory-bytes", str(show.pool_blocks * show.block_bytes)]
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}
     del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]
     with log.open("w") as output:
@@ -423,11 +361,18 @@ def stop(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
+def fetch(show: Show) -> None:
+    """Make a trained model, and essays for its prompts, unless they are there."""
+    if show.made:
+        command = [sys.executable, str(CHECKOUT / "scripts" / "models.py"), show.made, "essays"]
+        require(not subprocess.run(command).returncode, f"there is no {show.model.name} to show")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=EMBEDDED, metavar="NAME", help="the embedded one, smollm2 or gemma")
     parser.add_argument("--out", type=Path, default=Path("out/demo"))
-    out = parser.parse_args().out
-    out.mkdir(parents=True, exist_ok=True)
+    args = parser.parse_args()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
     # On some machines vLLM warns of missing kernels that this model does not use. Errors are raised.
@@ -435,9 +380,14 @@ def main() -> int:
     logging.getLogger("vllm").setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", category=FutureWarning)
     try:
-        needles = Needles()
-        offline(needles, out)
-        online(needles, out)
+        show = named(args.model)
+        fetch(show)
+        args.out.mkdir(parents=True, exist_ok=True)
+        if show.threads:
+            os.environ.setdefault("OMP_NUM_THREADS", str(show.threads))
+        needles = show.prompts(show)
+        offline(needles, args.out)
+        online(needles, args.out)
     except DemoError as error:
         console.print(f"The demo failed: {error}", style="red", markup=False)
         return 1
