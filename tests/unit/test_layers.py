@@ -29,7 +29,7 @@ MAY_IMPORT = {
 }
 BESIDE = {"": "config", "__init__": "integration", "cli": "eval", "plugin": "integration", "__main__": "eval"}
 #: Who may import vLLM, and torch.
-KNOW_VLLM = {"integration", "eval/backends.py"}
+KNOW_VLLM = {"integration", "eval/backends.py", "eval/prompts.py"}
 NO_TORCH = ("config", "policies", "core")
 
 

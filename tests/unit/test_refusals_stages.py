@@ -66,7 +66,7 @@ def test_what_needs_the_other_runner_is_named_where_v1_is_needed(monkeypatch):
     """vLLM takes Model Runner V2 for a watermark, whatever VLLM_USE_V2_MODEL_RUNNER says."""
     config = plain_config(scheduler_config__async_scheduling=True)
     config.use_v2_model_runner, config.additional_config = True, {}
-    monkeypatch.setattr(versions, "version", lambda _: "0.31.0")
+    monkeypatch.setattr(versions, "release", lambda: "0.31.0")
 
     def refused(message):
         with pytest.raises(KVPolicyError, match=message):
