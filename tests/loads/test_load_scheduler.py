@@ -90,7 +90,7 @@ def test_what_a_preempted_request_was_to_fill_is_no_prefix(monkeypatch):
 @pytest.mark.parametrize("name", ["sink-window", "h2o", "snapkv", "kvzip", "full"])
 def test_random_programs_hold_on_servers_that_audit(name):
     """All answers; shadows begin beside other requests, and are withdrawn for them."""
-    counts = held(Maker(seed=43, only=[name], audits=1.0), 12)
+    counts = held(Maker(seed=47, only=[name], audits=1.0), 12)
     assert counts["finished"] > 50 and counts["audits"] > 20 and counts["rows"] >= counts["audits"]
     assert name == "full" or counts["measured"] > 0
 
@@ -172,6 +172,13 @@ FAILED = {
 def test_programs_that_failed_once_hold(name):
     counts = run(Program.parse(FAILED[name]))
     assert (counts["holes"] or counts["read_less"]) and (counts["finished"] or counts["turns"] + counts["restarts"] > 0)
+
+
+def test_few_pages_of_sums_cut_no_prefix_to_less_than_nothing():
+    """A step may begin more blocks than pages of sums are set aside."""
+    sizes = {"sink": 0, "recent": 0, "buffer": 0, "budget": 0.4393728144815817}
+    settings = Settings({"name": "h2o", "granularity": "token", **sizes}, chunk=129, length=125)
+    assert run(Program(settings, (Op(id="a", length=124, ask={"kv_recent": 10}),)))["finished"] == 1
 
 
 def test_room_is_made_for_the_whole_request_and_its_next_chunk():

@@ -34,7 +34,7 @@ class HostEvents:
         #: Blocks that the host has, with their hashes, and those that were told of.
         self._on_host: dict[Key, Any] = {}
         self._announced: set[Key] = set()
-        #: vLLM's event of a block that pool or host may have, and the block's place in it.
+        #: vLLM's last event that has the tokens of a block, which pool or host may have, and the block's place in it.
         self._told: dict[Key, tuple[Any, int]] = {}
         host.moved = []
 
@@ -54,10 +54,10 @@ class HostEvents:
                 continue
             keys = [(event.group_idx, each) for each in event.block_hashes]
             changed |= dict.fromkeys(keys)
-            if isinstance(event, BlockStored):
-                self._told |= {key: (event, at) for at, key in enumerate(keys)}
-            else:
+            if not isinstance(event, BlockStored):
                 left.update(keys)
+            elif len(event.token_ids) == len(keys) * event.block_size:
+                self._told |= {key: (event, at) for at, key in enumerate(keys)}
         before: list[Any] = []
         after: list[Any] = []
         for key in changed:
@@ -92,7 +92,7 @@ class HostEvents:
 
     def _stored(self, key: Key) -> BlockStored:
         (group, own), (event, at) = key, self._told.get(key, (None, 0))
-        if event is None or len(event.token_ids) != len(event.block_hashes) * event.block_size:
+        if event is None:
             return BlockStored(
                 block_hashes=[own], parent_block_hash=None, token_ids=[], block_size=0, lora_id=None, medium=MEDIUM,
                 lora_name=None, group_idx=group,

@@ -93,7 +93,7 @@ class TokenPages(Mechanism):
         """Return the tokens of a prefix for which a request alone has pages, its first chunk's beside them."""
         for manager, pages in self._groups:
             if manager.residents[request.request_id].measured:
-                most = min(most, (pages - manager.in_flight) * manager.block_size)
+                most = min(most, max(pages - manager.in_flight, 0) * manager.block_size)
         return most
 
     def limit_tokens(self, request: Request, computed_tokens: int, new_tokens: int) -> int:
