@@ -12,7 +12,7 @@ from vllm_evict.policies import CACHED, POLICIES, RUNNING, Blocks
 from vllm_evict.policies.random import _splitmix
 
 SERVER = {"name": "h2o", "budget": 192, "buffer": 64, "sink": 32, "recent": 64}
-#: What any request may pick.
+#: What a server may let requests pick.
 EVICTING = [name for name, policy in POLICIES.items() if name not in ("full", "kvzip") and not policy.allocator.splits]
 
 
@@ -28,7 +28,7 @@ def asks(name, **sampling):
 @pytest.mark.parametrize("caching", [True, False])
 def test_all_policies_in_one_batch(engine, dense, caching):
     """Prompts longer than a chunk with one prefix, which the cache has or has not; decoded past several decisions."""
-    server = engine(SERVER, max_num_batched_tokens=256, enable_prefix_caching=caching)
+    server = engine({**SERVER, "allow": EVICTING}, max_num_batched_tokens=256, enable_prefix_caching=caching)
     prefix = random_prompt(150, 99)
     server.generate([prefix], max_tokens=1)
     requests = [
