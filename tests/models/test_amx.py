@@ -11,6 +11,7 @@ from evaluation import NEEDLE, ROOT, needles
 from latent import MODELS, mended_rotation
 from oracle.model import DenseLlama
 from oracle.visible import assert_like_dense, visible
+from test_mla import POLICIES as ALL
 from test_mla import check_all_policies, expected, importances, truths  # noqa: F401
 
 from vllm_evict.compute import sums
@@ -53,7 +54,7 @@ def serve(engine, truths):  # noqa: F811
 @pytest.mark.parametrize("architecture", MODELS)
 def test_logprobs_after_evictions_are_those_of_transformers(serve, truths, poisoned, architecture):  # noqa: F811
     """Prompts in chunks beside decodes; freed blocks are full of NaN."""
-    server = serve(H2O, architecture, max_num_batched_tokens=200)
+    server = serve({**H2O, "allow": [*ALL]}, architecture, max_num_batched_tokens=200)
     check_all_policies(server, truths(architecture)[1], 230, 70, NOISE, MATTERS)
 
 

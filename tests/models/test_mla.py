@@ -109,7 +109,7 @@ def check_all_policies(server, model, shortest, max_tokens, noise, matters):
 @pytest.mark.parametrize("architecture", MODELS)
 def test_logprobs_after_evictions_are_those_of_transformers(engine, truths, architecture):
     folder, model = truths(architecture)
-    server = engine(H2O, model=folder)
+    server = engine({**H2O, "allow": [*POLICIES]}, model=folder)
     assert type(server.manager.kv_cache_spec).__name__ == "EvictableLatentSpec" and server.manager.block_size == BLOCK
     check_all_policies(server, model, 130, 40, 3e-5, 0.1)
 
