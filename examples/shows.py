@@ -1,4 +1,4 @@
-"""What the demo shows, by model: prompts, sizes, policies, and what a run has to give.
+"""Contents of the demo, by model: prompts, sizes, policies, and what a run has to give.
 
 The embedded model is made for the demo, and answers in its own words. Trained models come from `make models`.
 """

@@ -17,7 +17,7 @@ SIZES = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20}
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A tiny Llama. Whoever reads from the terminal fails."""
+    """A tiny Llama. A call that reads from the terminal fails."""
     monkeypatch.setattr(sys, "stdin", None)
     return make_tiny_llama(tmp_path / "model")
 

@@ -390,7 +390,7 @@ def _allows_what_there_is(config: KVPolicyConfig) -> None:
 def _has_the_trigger(config: KVPolicyConfig) -> None:
     policy = config.policy
     if config.admit and config.when != "pressure":
-        raise ValueError("admit: requests that keep a budget lose blocks for nobody: it needs when: pressure")
+        raise ValueError("admit: requests that keep a budget lose blocks for no other request: it needs when: pressure")
     if policy.options and config.when not in policy.triggers:
         others = sorted(name for name in REGISTRY if config.when in REGISTRY[name].triggers and name != "full")
         raise ValueError(

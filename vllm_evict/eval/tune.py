@@ -352,7 +352,7 @@ class Tuner:
             return Outcome(tried[-1], self.measure(tried[-1], SEARCH), False)
         order = chain(found, len(tried)) if self._enough(target) else [found]
         # Requests that lose blocks at the budget found. So few at a larger one that they could confirm nothing, or half
-        # as many, say nothing of the others: such a budget stands in nobody's way, and is no advice.
+        # as many, say nothing of the others: such a budget is no advice, and hides no other one.
         at_found = figure(found, CONFIRM)
         few = max(at_found.n / 2, least(target))
         order = [index for index in order if index == found or figure(index, CONFIRM).n >= few]

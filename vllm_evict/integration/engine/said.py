@@ -1,4 +1,4 @@
-"""What audits tell the log."""
+"""Words of the log about audits."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,6 +19,7 @@ def audited(counts: Counter[str]) -> int:
 
 
 def listed(skips: Mapping[str, int]) -> str:
+    """Return the reasons in `skips`, in alphabetical order, each with its count."""
     return ", ".join(f"{why} {count}" for why, count in sorted(skips.items()))
 
 

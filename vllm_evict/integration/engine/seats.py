@@ -9,7 +9,7 @@ from ..start.versions import queues_sessions_first, waiting_with_blocks
 
 
 class _View(Protocol):
-    """What seats read of an `EvictionMixin`."""
+    """The part of an `EvictionMixin` that seats read."""
 
     residents: dict[str, RequestBlocks]
     running: list[Request]
@@ -43,7 +43,7 @@ class Seats:
 
     @property
     def limits(self) -> list[Any]:
-        """As for `allocation.limit_tokens`; none where vLLM's own count is right."""
+        """Limits for `allocation.limit_tokens`; none where vLLM's own count is right."""
         return [self.limit_tokens] if self._watches else []
 
     @property
