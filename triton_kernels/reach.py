@@ -214,7 +214,7 @@ def box_logits(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WORDS: tl.constexpr, TOKENS: tl.constexpr, SOFT_CAP: tl.constexpr,
     TILES: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """As `reach_signs.sign_logits`, of boxes, of which a block may have several. No row is a tile."""
+    """Do the work of `reach_signs.sign_logits` for boxes, of which a block may have several. No row is a tile."""
     at = tl.program_id(0) // parts
     row, kv_head = base + at, tl.program_id(1)
     nth, head, valid = of_part(tl.program_id(0) % parts, kv_head, tl.load(counts + row), GROUP, ROWS)

@@ -56,7 +56,7 @@ def bit_logits(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WORDS: tl.constexpr, TOKENS: tl.constexpr,
     SOFT_CAP: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """As `reach_signs.sign_logits`, of keys at two bits a number. No row is a tile.
+    """Do the work of `reach_signs.sign_logits` for keys at two bits a number. No row is a tile.
 
     A group's middles count once for all of its tokens. Its steps times codes are multiples of a half, and rounded to
     the dtype of queries; their unit is multiplied in float32.

@@ -29,7 +29,7 @@ def tokens_of(group):
 
 
 def stored_codes(keys):
-    """What the server's kernel stores of the keys of full blocks, uint8 [n, Hkv, X]."""
+    """Return the bytes that the server's kernel stores for keys of full blocks: uint8 [n, Hkv, X]."""
     _, heads, tokens, dims = keys.shape
     index = torch.zeros(len(keys), heads, packed_bytes(tokens, dims), dtype=torch.uint8)
     store_codes(index, torch.arange(len(keys)), keys)

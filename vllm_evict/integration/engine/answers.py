@@ -17,7 +17,7 @@ CUT_OFF = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_IGNORED, Reque
 
 
 class Loss(NamedTuple):
-    """What a request holds, when it ends or starts over.
+    """Blocks that a request holds and has lost, when it ends or starts over.
 
     Attributes:
         held: blocks that it holds.
@@ -65,7 +65,7 @@ class AuditedAnswer:
 
     @property
     def truncation(self) -> Truncation | None:
-        """What the request was sampled from, if not from all tokens."""
+        """The tokens that the request was sampled from; None: from all, or the likeliest alone."""
         params = self.request.sampling_params
         limits = Truncation(max(params.top_k, 0), params.top_p, params.min_p)
         return None if self.greedy or limits == Truncation() else limits
@@ -82,7 +82,7 @@ class AuditedAnswer:
 
 
 class Losses:
-    """What requests lost before they started over: an answer may end before they compute its tokens again."""
+    """Blocks that requests lost before they started over: an answer may end before they compute its tokens again."""
 
     def __init__(self) -> None:
         self._before: dict[str, Loss] = {}

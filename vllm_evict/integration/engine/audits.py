@@ -404,7 +404,7 @@ class Audits(Mechanism):
 
     @cached_property
     def _promise(self) -> Promise | None:
-        """What the server expects of its traffic."""
+        """The share of identical answers that the server expects; None: it expects none."""
         policy = self.view.kv_policy
         return None if policy.target is None else Promise(policy.target, getattr(policy, "tuned", None))
 

@@ -411,7 +411,7 @@ class EvictionMixin(Base):
         super().set_pause_state(pause_state)
 
     def end(self) -> None:
-        """Hear that the engine takes no more requests (see `start.ending`)."""
+        """Tell mechanisms that the engine takes no more requests (see `start.ending`)."""
         self.mechanisms.call("on_shutdown")
 
     def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> list[Request]:
