@@ -131,7 +131,7 @@ setup(
     package_data={
         "vllm_evict": ["py.typed"],
         "vllm_evict.integration.start": ["touched.json"],
-        "vllm_evict.eval": ["show.css", "show.js"],
+        "vllm_evict.tools.show": ["page.css", "page.js"],
         CONFIGS: ["*.yaml"],
     },
     # A checkout alone has the first: in a wheel it would replace triton_kernels/__init__.py, and hide its modules.

@@ -36,9 +36,9 @@ SHARES = (0.0, 0.01, 0.05, 1.0)
 
 def needles(context: int, requests: int) -> tuple[list, list[list[int]], object]:
     """Samples with a needle each, their token ids, and the model's tokenizer."""
-    from vllm_evict.eval.prompts import Prompts
-    from vllm_evict.eval.tasks import make
-    from vllm_evict.eval.words import Filler
+    from vllm_evict.tools.eval.prompts import Prompts
+    from vllm_evict.tools.eval.tasks import make
+    from vllm_evict.tools.eval.words import Filler
 
     prompts, filler = Prompts(str(MODEL)), Filler()
     samples = [
@@ -66,7 +66,7 @@ def audits_of(llm: Any) -> dict[str, dict[str, float]]:
 
 def child(spec: dict) -> dict:
     """Figures of one run: needles found, audits by share kept, seconds."""
-    from vllm_evict.eval.score import score
+    from vllm_evict.tools.eval.score import score
 
     options = spec["options"]
     samples, ids, tokenizer = needles(options["context"], options["requests"])

@@ -86,9 +86,9 @@ def keys_of(model: str, requests: int, tokens: int) -> list[Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from vllm_evict.eval.prompts import Prompts
-    from vllm_evict.eval.tasks import make
-    from vllm_evict.eval.words import Filler
+    from vllm_evict.tools.eval.prompts import Prompts
+    from vllm_evict.tools.eval.tasks import make
+    from vllm_evict.tools.eval.words import Filler
 
     prompts, llama = Prompts(model), AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     read, filler = [], Filler()

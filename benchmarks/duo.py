@@ -181,7 +181,7 @@ def memory_child(spec: dict) -> dict:
 
 def memory(options: argparse.Namespace) -> dict:
     """Blocks of every shape under duo; of stock vLLM at the shortest context."""
-    from vllm_evict.heads import HeadPattern
+    from vllm_evict.config import HeadPattern
 
     runs: dict[str, dict[str, Any]] = {}
     with progress() as bar:

@@ -33,8 +33,8 @@ def chat(tokens: int, seed: int) -> tuple[list[int], list[list[int]]]:
     """Ids of a chat of at least `tokens` tokens, and the places where each answer begins and ends."""
     from transformers import AutoTokenizer
 
-    from vllm_evict.eval.tasks import make
-    from vllm_evict.eval.words import Filler
+    from vllm_evict.tools.eval.tasks import make
+    from vllm_evict.tools.eval.words import Filler
 
     tokenizer, filler, rng = AutoTokenizer.from_pretrained(MODEL), Filler(), np.random.default_rng(seed)
     ids: list[int] = []

@@ -21,12 +21,13 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from vllm_evict.config import HeadGates, HeadPattern
 from vllm_evict.core.audit import wilson
-from vllm_evict.eval.prompts import Prompts
-from vllm_evict.eval.tasks import make
-from vllm_evict.eval.words import Filler
-from vllm_evict.heads import HeadGates, HeadPattern, dense
-from vllm_evict.heads.passkeys import Document, Reader
+from vllm_evict.tools.eval.prompts import Prompts
+from vllm_evict.tools.eval.tasks import make
+from vllm_evict.tools.eval.words import Filler
+from vllm_evict.tools.heads import dense
+from vllm_evict.tools.heads.passkeys import Document, Reader
 
 
 def documents(prompts: Prompts, task: str, lengths: list[int], depths: list[float], samples: int) -> list[Document]:

@@ -92,8 +92,8 @@ def spacing(options: argparse.Namespace) -> float:
 
 def needles(options: argparse.Namespace, seed: int) -> tuple[Any, list[tuple[Any, list[int]]]]:
     """Tokenizer; samples with their token ids. Depths cover the text evenly, in random order."""
-    from vllm_evict.eval import tasks, words
-    from vllm_evict.eval.prompts import Prompts
+    from vllm_evict.tools.eval import tasks, words
+    from vllm_evict.tools.eval.prompts import Prompts
 
     prompts, filler = Prompts(str(MODEL)), words.Filler()
     depths = np.random.default_rng(seed).permutation((np.arange(options.requests) + 0.5) / options.requests)
@@ -107,7 +107,7 @@ def needles(options: argparse.Namespace, seed: int) -> tuple[Any, list[tuple[Any
 
 def has_found(tokenizer: Any, sample: Any, token_ids: list[int]) -> bool:
     """Whether the answer is right, up to the model's end mark."""
-    from vllm_evict.eval.score import score
+    from vllm_evict.tools.eval.score import score
 
     token_ids = token_ids[: sample.max_tokens]
     end = tokenizer.eos_token_id

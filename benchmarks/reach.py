@@ -32,8 +32,8 @@ def main() -> None:
 
     from vllm_evict.compute.choosing import Choosing
     from vllm_evict.core.plan import COUNTED
-    from vllm_evict.eval import tasks, words
-    from vllm_evict.eval.prompts import Prompts
+    from vllm_evict.tools.eval import tasks, words
+    from vllm_evict.tools.eval.prompts import Prompts
 
     prompts, filler = Prompts(str(MODEL)), words.Filler()
     asked = [tasks.make(task, 2048, depth, 0, 0, prompts.count, filler) for task in TASKS for depth in (0.17, 0.61)]

@@ -14,7 +14,7 @@ from typing import Any
 
 from reports import RESULTS
 
-from vllm_evict.eval.stats import interval
+from vllm_evict.tools.eval.stats import interval
 
 FOLDER = RESULTS / "quality/real"
 #: Fields of a row that differ between the answers of one file.

@@ -52,7 +52,7 @@ SERVERS = ("single", "prefill", "decode", "simple", "lmcache", "printed")
 PRINTED = re.compile(r"vllm serve ((?:[^\n`\\]|\\[\s\S])+)")
 ASK = """
 import json, sys
-from vllm_evict.integration import check
+from vllm_evict.tools.check import cli as check
 
 check.become(sys.argv[1])
 for flags in json.load(sys.stdin):

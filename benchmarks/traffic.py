@@ -38,10 +38,10 @@ sys.path.append(str(ROOT / "examples"))  # how a server is started and ended
 
 from demo import end, free_port, wait_until_up  # noqa: E402
 
-from vllm_evict.eval.prompts import Prompts  # noqa: E402
-from vllm_evict.eval.score import score  # noqa: E402
-from vllm_evict.eval.tasks import Sample, make  # noqa: E402
-from vllm_evict.eval.words import Filler  # noqa: E402
+from vllm_evict.tools.eval.prompts import Prompts  # noqa: E402
+from vllm_evict.tools.eval.score import score  # noqa: E402
+from vllm_evict.tools.eval.tasks import Sample, make  # noqa: E402
+from vllm_evict.tools.eval.words import Filler  # noqa: E402
 
 MODEL = ROOT / "examples" / "needle" / "model"
 KV_BYTES = 2 * 4 * 2 * 64 * 2  # a token: keys and values, layers, KV heads, head size, bfloat16

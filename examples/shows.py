@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from scripts import models
-from vllm_evict.eval import ruler, tasks, words
-from vllm_evict.eval.prompts import Prompts
-from vllm_evict.eval.score import score
+from vllm_evict.tools.eval import ruler, tasks, words
+from vllm_evict.tools.eval.prompts import Prompts
+from vllm_evict.tools.eval.score import score
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 MODELS = CHECKOUT / "models"

@@ -10,16 +10,16 @@ PACKAGES = frozenset({"datasets", "httpx", "matplotlib", "openai", "rich", "tqdm
 def main() -> None:
     """Run a command; one line on stderr and exit status 2 if a package is missing.
 
-    `check` needs vLLM and none of `PACKAGES`. `eval.cli` has the other commands.
+    `check` needs vLLM and none of `PACKAGES`. `tools.cli` has the other commands.
     """
     if sys.argv[1:2] == ["check"]:
-        from .integration.check import main as check
+        from .tools.check.cli import main as check
 
         status = check(sys.argv[2:])
         sys.stdout.flush()
         os._exit(status)  # without a teardown of what vLLM imports, which takes a second
     try:
-        from .eval.cli import main as command
+        from .tools.cli import main as command
 
         command()
     except ModuleNotFoundError as error:

@@ -22,10 +22,10 @@ from engines import random_prompts
 from load import DTYPES, KV_NUMBERS
 from models import Shape, make_model
 
-from vllm_evict.eval.prompts import Prompts
-from vllm_evict.eval.run import RunOptions, all_cases
-from vllm_evict.eval.score import contains
-from vllm_evict.eval.tasks import Sample
+from vllm_evict.tools.eval.prompts import Prompts
+from vllm_evict.tools.eval.run import RunOptions, all_cases
+from vllm_evict.tools.eval.score import contains
+from vllm_evict.tools.eval.tasks import Sample
 
 ROOT = Path(__file__).parents[2]
 NEEDLE = ROOT / "examples/needle/model"

@@ -118,8 +118,8 @@ def load(name: str, spec: dict) -> Iterator[Load]:
 def needles(names: list[str], spec: dict) -> Iterator[dict[str, Any]]:
     from cases import Sizes
 
-    from vllm_evict.eval.policies import contenders
-    from vllm_evict.eval.run import run
+    from vllm_evict.tools.eval.policies import contenders
+    from vllm_evict.tools.eval.run import run
 
     sizes = Sizes(**{**spec["sizes"], "depths": tuple(spec["sizes"]["depths"])})
     for setting in sorted({NEEDLES[name][0] for name in names}):

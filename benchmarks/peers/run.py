@@ -30,7 +30,7 @@ import peer_openvino  # noqa: E402
 import peer_vllm  # noqa: E402
 from reports import ENVIRONMENT, conditions, console, to_json  # noqa: E402
 
-from vllm_evict.eval.prompts import Prompts  # noqa: E402
+from vllm_evict.tools.eval.prompts import Prompts  # noqa: E402
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from reports import RESULTS, to_json
 
-from vllm_evict.eval.stats import ALPHA, p_value
+from vllm_evict.tools.eval.stats import ALPHA, p_value
 
 DOCS = Path(__file__).parents[2] / "docs"
 TITLES = {"vllm": "vLLM", "openvino": "OpenVINO GenAI", "kvpress": "kvpress"}

@@ -1,6 +1,6 @@
 """The tokenizer, tasks and documents with which the needle model is trained and measured.
 
-Words and filler are the evaluation's (`vllm_evict.eval.words`), and everything is made from a seed. A document is
+Words and filler are the evaluation's (`vllm_evict.tools.eval.words`), and everything is made from a seed. A document is
 filler text with facts put into it at chosen depths, followed by questions and answers in chat form. The tasks:
 
     niah      one fact somewhere in filler           "the code of paris is 4815."
@@ -22,8 +22,8 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from vllm_evict.eval.tasks import Exercise, ask, chain, classes, counting, draw, sorting
-from vllm_evict.eval.words import DIGITS, ITEMS, KEYS, MARKS, NUMBERS, QUESTIONS, WORDS, Filler
+from vllm_evict.tools.eval.tasks import Exercise, ask, chain, classes, counting, draw, sorting
+from vllm_evict.tools.eval.words import DIGITS, ITEMS, KEYS, MARKS, NUMBERS, QUESTIONS, WORDS, Filler
 
 SPECIAL = ["<unk>", "<s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 UNK, BOS, SYSTEM, USER, ASSISTANT, END = range(len(SPECIAL))

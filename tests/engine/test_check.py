@@ -15,14 +15,14 @@ from test_refusals import engine_config, refusal
 from test_sliding_models import GEMMA4, SIZES, WINDOWS
 from transformers import AutoConfig
 
-from vllm_evict.integration import check
-from vllm_evict.integration.start.stand_in import DEVICES
 from vllm_evict.integration.start.versions import layers_size_blocks
+from vllm_evict.tools.check import cli as check
+from vllm_evict.tools.check.stand_in import DEVICES
 
 #: Asks about many servers in one process, whose imports take most of the time: flags on standard input, answers out.
 ASK = """
 import json, sys
-from vllm_evict.integration import check
+from vllm_evict.tools.check import cli as check
 
 check.become(sys.argv[1])
 for flags in json.load(sys.stdin):

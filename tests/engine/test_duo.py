@@ -15,9 +15,8 @@ from parity import assert_logprobs
 from parts import holes_of
 
 from vllm_evict.compute.cached import CachedStatistics, Row
-from vllm_evict.config import KVPolicyError
+from vllm_evict.config import HeadPattern, KVPolicyError
 from vllm_evict.core.arrange import arrange
-from vllm_evict.heads import HeadPattern
 from vllm_evict.integration.engine.managers import EvictableManager, longest_hit
 
 pytestmark = pytest.mark.minutes

@@ -23,11 +23,11 @@ from vllm_evict.compute.kernels.codes import packed_bytes
 from vllm_evict.compute.reach import Reach
 from vllm_evict.compute.shape import Shape
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
-from vllm_evict.eval.score import score
-from vllm_evict.eval.sessions import Sessions
 from vllm_evict.integration.engine.reaching import Reaching
 from vllm_evict.integration.start.describe import kernels_line
 from vllm_evict.integration.worker import staging
+from vllm_evict.tools.eval.score import score
+from vllm_evict.tools.eval.sessions import Sessions
 
 #: Of 8 blocks 1 is of sinks, 5 are the room and 2 have recent tokens.
 REACH = {"name": "full", "evict": "host", "host": "64MiB", "budget": 256, "buffer": 0, "sink": 32, "recent": 32}

@@ -19,8 +19,8 @@ from vllm_evict.compute.read import Read
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.config.retired import _warn_of_old_name, _warn_of_preset
 from vllm_evict.core.blocks import RequestBlocks
-from vllm_evict.eval.policies import contenders, servers
 from vllm_evict.integration.engine.allocation import Reads
+from vllm_evict.tools.eval.policies import contenders, servers
 
 #: 8 blocks: 1 of sinks, 2 with recent tokens, 5 that a layer chooses.
 READ = {"read": 256, "sink": 32, "recent": 32}

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from vllm_evict import KVPolicyConfig, KVPolicyError
-from vllm_evict.eval.prompts import Prompts
-from vllm_evict.eval.show import page
-from vllm_evict.eval.tasks import make
-from vllm_evict.eval.words import Filler
-from vllm_evict.integration.show import GONE, HOST, Shown, ShownStep, pieces, run
+from vllm_evict.tools.eval.prompts import Prompts
+from vllm_evict.tools.eval.tasks import make
+from vllm_evict.tools.eval.words import Filler
+from vllm_evict.tools.show.page import page
+from vllm_evict.tools.show.record import GONE, HOST, Shown, ShownStep, pieces, run
 
 MODEL = str(Path(__file__).parents[2] / "examples/needle/model")
 SIZES = {"budget": 192, "sink": 32, "recent": 64, "buffer": 32}

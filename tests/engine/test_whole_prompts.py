@@ -10,7 +10,7 @@ from oracle.tiny import make_tiny_llama
 from parity import assert_like_oracle, assert_tokens_like_oracle
 
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
-from vllm_evict.eval.score import score
+from vllm_evict.tools.eval.score import score
 
 BASE = {"budget": 192, "buffer": 64, "sink": 32, "recent": 64, "prompt": "whole", "exact": False}
 POLICIES = {

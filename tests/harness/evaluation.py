@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_evict.eval import tasks, words
-from vllm_evict.eval.prompts import Prompts
+from vllm_evict.tools.eval import tasks, words
+from vllm_evict.tools.eval.prompts import Prompts
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(__file__).parents[1] / "data" / "eval"

@@ -9,8 +9,8 @@ from engine import Engine
 from loads import pair
 from test_needles import NEEDLE
 
-from vllm_evict.eval import tasks, words
-from vllm_evict.eval.prompts import Prompts
+from vllm_evict.tools.eval import tasks, words
+from vllm_evict.tools.eval.prompts import Prompts
 
 POLICY = {"name": "h2o", "budget": 192, "buffer": 32, "sink": 32, "recent": 64, "allow": ["full"]}
 SAMPLES, TOKENS, TOGETHER = 8, 40, 4

@@ -6,8 +6,8 @@ import test_reach
 from engine import logprobs_of, random_requests
 from evaluation import NEEDLE, needles
 
-from vllm_evict.eval.score import score
 from vllm_evict.integration.engine.reaching import Reaching
+from vllm_evict.tools.eval.score import score
 
 pytestmark = pytest.mark.minutes
 

@@ -16,7 +16,7 @@ from test_mla import check_all_policies, expected, importances, truths  # noqa: 
 
 from vllm_evict.compute import sums
 from vllm_evict.compute.attention import cpu
-from vllm_evict.eval.score import score
+from vllm_evict.tools.eval.score import score
 
 BLOCK = 32
 SIZES = {"budget": 160, "sink": 32, "recent": 32, "buffer": 32}

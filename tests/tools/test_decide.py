@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from vllm_evict.compute.kernels.alike import ALIKE
-from vllm_evict.eval.prompts import Prompts
-from vllm_evict.eval.tasks import make
-from vllm_evict.eval.words import Filler
+from vllm_evict.tools.eval.prompts import Prompts
+from vllm_evict.tools.eval.tasks import make
+from vllm_evict.tools.eval.words import Filler
 
 NEEDLE = str(Path(__file__).parents[2] / "examples" / "needle" / "model")
 

@@ -23,10 +23,10 @@ from evaluation import (
 )
 from oracle.model import DenseLlama
 
-from vllm_evict.eval import EvalError, backends, rows, summary, words
-from vllm_evict.eval.policies import contenders, servers
-from vllm_evict.eval.prompts import Prompts
-from vllm_evict.eval.run import RunOptions, run
+from vllm_evict.tools.eval import EvalError, backends, rows, summary, words
+from vllm_evict.tools.eval.policies import contenders, servers
+from vllm_evict.tools.eval.prompts import Prompts
+from vllm_evict.tools.eval.run import RunOptions, run
 
 
 def offline_plan(model, out, **changes):

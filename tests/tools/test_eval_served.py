@@ -14,9 +14,10 @@ import pytest
 from evaluation import DATA, NEEDLE, ROOT, needle_model, sample_of
 from ports import reserve_port
 
-from vllm_evict.eval import EvalError, rows, summary, tune
-from vllm_evict.eval.prompts import Prompts
-from vllm_evict.eval.run import RunOptions, run
+from vllm_evict.tools.eval import EvalError, rows, summary
+from vllm_evict.tools.eval.prompts import Prompts
+from vllm_evict.tools.eval.run import RunOptions, run
+from vllm_evict.tools.tune import run as tune
 
 
 @pytest.fixture(scope="module")

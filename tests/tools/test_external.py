@@ -5,7 +5,7 @@ import subprocess
 
 from evaluation import DATA, ROOT, needle_model
 
-from vllm_evict.eval import rows
+from vllm_evict.tools.eval import rows
 
 LONGBENCH = [file.stem for file in (DATA / "longbench" / "data").glob("*.jsonl")]
 

@@ -7,11 +7,12 @@ import pytest
 import test_heads
 from test_heads import LLAMA_2, LLAMA_3, NEEDLE, PATTERNS, needle_model
 
-from vllm_evict.eval import cli
-from vllm_evict.heads import HeadGates, HeadsError, dense
-from vllm_evict.heads.passkeys import Passkeys, Reader
-from vllm_evict.heads.profile import profile
-from vllm_evict.heads.train import train
+from vllm_evict.config import HeadGates, HeadsError
+from vllm_evict.tools import cli
+from vllm_evict.tools.heads import dense
+from vllm_evict.tools.heads.passkeys import Passkeys, Reader
+from vllm_evict.tools.heads.profile import profile
+from vllm_evict.tools.heads.train import train
 
 needle, hand_built = test_heads.needle, test_heads.hand_built
 

@@ -13,7 +13,7 @@ from evaluation import NEEDLE, needle_model, sample_of
 from oracle.tiny import make_tiny_llama
 from presses import Transformers, compared
 
-from vllm_evict.eval.prompts import Prompts
+from vllm_evict.tools.eval.prompts import Prompts
 
 kvpress = pytest.importorskip("kvpress", reason="kvpress is not installed (CONTRIBUTING.md says how)")
 

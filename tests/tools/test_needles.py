@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from vllm_evict.eval import tasks, words
-from vllm_evict.eval.prompts import Prompts
+from vllm_evict.tools.eval import tasks, words
+from vllm_evict.tools.eval.prompts import Prompts
 
 NEEDLE = Path(__file__).parents[2] / "examples" / "needle" / "model"
 QUARTER = {"budget": 256, "buffer": 0, "sink": 32, "recent": 64}

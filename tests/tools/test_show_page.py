@@ -12,11 +12,11 @@ from oracle.replay import Config, generate
 from parity import oracle_config
 
 from vllm_evict import KVPolicyConfig
-from vllm_evict.eval.prompts import Prompts
-from vllm_evict.eval.show import page
-from vllm_evict.eval.tasks import make
-from vllm_evict.eval.words import Filler
-from vllm_evict.integration.show import HeadSet, Shown, ShownStep, run
+from vllm_evict.tools.eval.prompts import Prompts
+from vllm_evict.tools.eval.tasks import make
+from vllm_evict.tools.eval.words import Filler
+from vllm_evict.tools.show.page import page
+from vllm_evict.tools.show.record import HeadSet, Shown, ShownStep, run
 
 MODEL = Path(__file__).parents[2] / "examples/needle/model"
 SIZES = {"sink": 32, "recent": 64, "buffer": 0}

@@ -8,11 +8,13 @@ import pytest
 from evaluation import ENGINE, NEEDLE, ROOT, collected_once, needle_model, sample_of  # noqa: F401
 
 from vllm_evict.config import KVPolicyConfig
-from vllm_evict.eval import EvalError, tune, tuned
-from vllm_evict.eval.audited import AuditedEngine
-from vllm_evict.eval.policies import Contender
-from vllm_evict.eval.prompts import Prompts
-from vllm_evict.eval.questions import halves, load
+from vllm_evict.tools.eval import EvalError
+from vllm_evict.tools.eval.policies import Contender
+from vllm_evict.tools.eval.prompts import Prompts
+from vllm_evict.tools.eval.questions import halves, load
+from vllm_evict.tools.tune import report as tuned
+from vllm_evict.tools.tune import run as tune
+from vllm_evict.tools.tune.audited import AuditedEngine
 
 #: As in the tables: decisions over the context do not see the question, which comes in the chunk after it.
 CHUNKED = ENGINE | {"dtype": "bfloat16", "block_size": 32, "max_model_len": 4096, "long_prefill_token_threshold": 256}

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from vllm_evict.config import HeadPattern, HeadsError
 from vllm_evict.core.arrange import PADDING, Place, arrange
-from vllm_evict.heads import HeadPattern, HeadsError
 
 PATTERNS = Path(__file__).parents[2] / "configs" / "heads"
 #: (file, sparsity, ranks, width, groups, padding = padding of the retrieval groups in percent)

@@ -10,11 +10,11 @@ import yaml
 
 from vllm_evict import KVPolicyConfig, KVPolicyError, __version__, cli
 from vllm_evict.config import presets
-from vllm_evict.eval import cli as command
-from vllm_evict.eval.policies import contenders
-from vllm_evict.eval.tasks import TASKS
-from vllm_evict.eval.words import HAYSTACKS
 from vllm_evict.policies import POLICIES
+from vllm_evict.tools import cli as command
+from vllm_evict.tools.eval.policies import contenders
+from vllm_evict.tools.eval.tasks import TASKS
+from vllm_evict.tools.eval.words import HAYSTACKS
 
 ROOT = Path(__file__).parents[2]
 PRESETS = {
@@ -105,7 +105,7 @@ def test_a_wrong_policy_is_one_line_and_status_2(run, policy):
 )
 def test_a_missing_package_is_one_line_that_says_what_to_install(run, monkeypatch, words, package):
     for name in list(sys.modules):
-        if name.partition(".")[0] == package or name.startswith(("vllm_evict.eval", "vllm_evict.heads.cli")):
+        if name.partition(".")[0] == package or name.startswith("vllm_evict.tools"):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     status, _, errors = run(*words)
@@ -135,7 +135,7 @@ def test_evaluations_of_the_docs_are_files_of_options(run, monkeypatch, tmp_path
         ("run", "run", lambda plan, say: plans.append(plan) or []),
         ("report", "write", lambda *arguments: []),
     ):
-        monkeypatch.setattr(importlib.import_module(f"vllm_evict.eval.{module}"), name, double)
+        monkeypatch.setattr(importlib.import_module(f"vllm_evict.tools.eval.{module}"), name, double)
     monkeypatch.chdir(ROOT)
     told = ("eval", "--config", file, "--model", "some-model", "--out", tmp_path, "--samples", 3)
     assert run(*told)[0] == 0
@@ -237,7 +237,7 @@ def test_what_cannot_be_shown_is_said_before_an_engine_starts(run, tmp_path, opt
 
 
 def test_a_page_is_named_by_model_policy_and_its_options_and_begun_with_a_word(run, tmp_path, monkeypatch):
-    from vllm_evict.integration import show
+    from vllm_evict.tools.show import record as show
 
     def shown(model, config, text, max_tokens, options, say):
         say(f"starting vLLM on {model}")

@@ -17,11 +17,11 @@ from typer.main import get_command
 from vllm.utils.argparse_utils import FlexibleArgumentParser, SortedHelpFormatter
 
 from vllm_evict.config import REGISTRY, KVPolicyConfig
-from vllm_evict.eval import cli
 from vllm_evict.integration.start import arguments
 from vllm_evict.integration.start.arguments import FIELDS, HELP
 from vllm_evict.integration.start.capabilities.environments import ENVIRONMENTS
 from vllm_evict.policies import POLICIES
+from vllm_evict.tools import cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -8,9 +8,9 @@ import pytest
 from evaluation import sample_of
 from oracle.tiny import make_tiny_llama
 
-from vllm_evict.eval import EvalError
-from vllm_evict.eval.backends import engine_config
-from vllm_evict.eval.prompts import Prompts
+from vllm_evict.tools.eval import EvalError
+from vllm_evict.tools.eval.backends import engine_config
+from vllm_evict.tools.eval.prompts import Prompts
 
 SIZES = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20}
 

@@ -20,9 +20,10 @@ from evaluation import (
 )
 
 from vllm_evict.config import KVPolicyConfig
-from vllm_evict.eval import EvalError, cli, report, rows, summary
-from vllm_evict.eval.pictures import draw_all
-from vllm_evict.eval.policies import contenders, parse_budgets, servers, split_list
+from vllm_evict.tools import cli
+from vllm_evict.tools.eval import EvalError, report, rows, summary
+from vllm_evict.tools.eval.pictures import draw_all
+from vllm_evict.tools.eval.policies import contenders, parse_budgets, servers, split_list
 
 # --- policies and engines --------------------------------------------------------------------------------------------
 
@@ -288,7 +289,7 @@ def test_a_frontier_has_what_nothing_else_beats():
     def line(name, speed, quality):
         return summary.summarise([row_of(name, 128, tokens_per_s=speed, score=quality)])[0]
 
-    from vllm_evict.eval.pictures import frontier
+    from vllm_evict.tools.eval.pictures import frontier
 
     slow, fast, beaten = line("slow", 10.0, 1.0), line("fast", 30.0, 0.0), line("beaten", 5.0, 0.0)
     assert frontier([beaten, fast, slow], lambda line: line.tokens_per_s) == [slow, fast]

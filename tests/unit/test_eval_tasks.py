@@ -14,9 +14,9 @@ import pytest
 import torch
 from evaluation import DATA, NEEDLE, SECOND, THIRD, expecting, needle_model, sample_of, words_of
 
-from vllm_evict.eval import EvalError, backends, external, stats, tasks, words
-from vllm_evict.eval.prompts import Prompts
-from vllm_evict.eval.score import METRICS, rouge_l, score
+from vllm_evict.tools.eval import EvalError, backends, external, stats, tasks, words
+from vllm_evict.tools.eval.prompts import Prompts
+from vllm_evict.tools.eval.score import METRICS, rouge_l, score
 
 # --- tasks -----------------------------------------------------------------------------------------------------------
 

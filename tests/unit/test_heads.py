@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_evict.eval.prompts import Prompts
-from vllm_evict.eval.tasks import make
-from vllm_evict.eval.words import Filler
-from vllm_evict.heads import HeadGates, HeadPattern, HeadsError, dense
-from vllm_evict.heads.passkeys import Passkeys, Reader
-from vllm_evict.heads.show import Geometry, context_for
+from vllm_evict.config import HeadGates, HeadPattern, HeadsError
+from vllm_evict.tools.eval.prompts import Prompts
+from vllm_evict.tools.eval.tasks import make
+from vllm_evict.tools.eval.words import Filler
+from vllm_evict.tools.heads import dense
+from vllm_evict.tools.heads.passkeys import Passkeys, Reader
+from vllm_evict.tools.heads.show import Geometry, context_for
 
 ROOT = Path(__file__).parents[2]
 PATTERNS = ROOT / "configs" / "heads"

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from vllm_evict.eval import EvalError, ruler
-from vllm_evict.eval.external import RULER_TOKENS
+from vllm_evict.tools.eval import EvalError, ruler
+from vllm_evict.tools.eval.external import RULER_TOKENS
 
 LENGTH = 1500
 

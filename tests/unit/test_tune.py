@@ -11,11 +11,14 @@ import pytest
 from evaluation import NEEDLE
 
 from vllm_evict import cli
-from vllm_evict.eval import EvalError, audited, questions, tune, tuned
-from vllm_evict.eval.audited import Audit
-from vllm_evict.eval.backends import engine_config
-from vllm_evict.eval.prompts import Prompts
-from vllm_evict.eval.search import CHAIN, Figure, chain, confirmed, most_measured, smallest
+from vllm_evict.tools.eval import EvalError, questions
+from vllm_evict.tools.eval.backends import engine_config
+from vllm_evict.tools.eval.prompts import Prompts
+from vllm_evict.tools.tune import audited
+from vllm_evict.tools.tune import report as tuned
+from vllm_evict.tools.tune import run as tune
+from vllm_evict.tools.tune.audited import Audit
+from vllm_evict.tools.tune.search import CHAIN, Figure, chain, confirmed, most_measured, smallest
 
 # --- search ----------------------------------------------------------------------------------------------------------
 

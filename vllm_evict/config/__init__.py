@@ -13,6 +13,7 @@
 
 from .errors import KVPolicyError
 from .fields import REDUCTION_NAMES
+from .gates import HeadGates, HeadPattern, HeadsError
 from .groups import DEFAULT_BANDS, RETRIEVAL, STREAMING
 from .options import TOO_MANY
 from .registry import REGISTRY
@@ -23,7 +24,6 @@ from .sources import policy_named, presets
 
 __all__ = [
     "BEAM", "DEFAULT_BANDS", "MOST_COMPARED", "NEVER", "REDUCTION_NAMES", "REGISTRY", "REQUEST_FIELDS",
-    "REQUEST_SIZES", "RETRIEVAL", "STREAMING", "TOO_MANY", "TURN_FIELDS", "KVPolicyConfig", "KVPolicyError", "Limits",
-    "given",
-    "policy_named", "presets",
+    "REQUEST_SIZES", "RETRIEVAL", "STREAMING", "TOO_MANY", "TURN_FIELDS", "HeadGates", "HeadPattern", "HeadsError",
+    "KVPolicyConfig", "KVPolicyError", "Limits", "given", "policy_named", "presets",
 ]  # fmt: skip

@@ -3,8 +3,8 @@
 Names that the plugin only imports are no entries: `check` finds them in the plugin's sources.
 """
 
-from vllm_evict.integration.start.stand_in import COMPILED
 from vllm_evict.integration.start.versions import MOVED
+from vllm_evict.tools.check.stand_in import COMPILED
 
 #: Class or module of vLLM -> ours -> the methods and functions that ours takes the place of. `ours` holds one of the
 #: same name (a class, or a function that defines it), or is itself what is put in its place.

@@ -6,6 +6,5 @@
 | `fallback` | `VllmConfig` | Model Runner V1 for what is served on V1 alone | V2 serves it |
 | `capabilities` | `VllmConfig` | refuses unsupported models and settings by name | each is supported |
 | `advice` | nothing | what refusals advise, by what vLLM takes on this device | |
-| `stand_in` | the current platform, for `vllm-evict check` alone | configurations for other devices | |
 | `versions` | version numbers | only tested releases are touched | |
 """

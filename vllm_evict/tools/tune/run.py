@@ -15,16 +15,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..config import KVPolicyConfig
-from . import EvalError
+from ...config import KVPolicyConfig
+from ..eval import EvalError
+from ..eval.backends import engine_config, versions
+from ..eval.policies import Contender, contenders, servers
+from ..eval.progress import Progress
+from ..eval.prompts import Prompts
+from ..eval.questions import Question, halves, load
+from ..eval.rows import ResultRows, Row, key_of
+from ..eval.run import only_names
 from .audited import MEASURES, Audit, AuditedEngine, AuditedServer, auditing
-from .backends import engine_config, versions
-from .policies import Contender, contenders, servers
-from .progress import Progress
-from .prompts import Prompts
-from .questions import Question, halves, load
-from .rows import ResultRows, Row, key_of
-from .run import only_names
 from .search import CHAIN, Figure, chain, confirmed, least, most_measured, smallest
 
 FILE = "tune.jsonl"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from ..config.gates import HeadGates, HeadsError, check_out
+from ...config.gates import HeadGates, HeadsError, check_out
 from . import dense
 from .passkeys import Passkeys, Reader
 

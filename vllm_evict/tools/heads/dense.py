@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..config.gates import HeadPattern, HeadsError
+from ...config.gates import HeadPattern, HeadsError
 from .passkeys import Document
 
 NAME = "vllm_evict_heads"

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from ..config.gates import HeadGates, HeadsError, check_out
+from ...config.gates import HeadGates, HeadsError, check_out
 from . import dense
 from .passkeys import Passkeys, Reader
 

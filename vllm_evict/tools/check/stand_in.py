@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from . import machine
+from ...integration.start import machine
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ..config.gates import HeadGates, HeadsError
+from ...config.gates import HeadGates, HeadsError
 
 app = typer.Typer(no_args_is_help=True, help="Find the KV heads that need the whole context (DuoAttention).")
 

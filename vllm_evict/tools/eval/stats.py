@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..core.audit import wilson
+from ...core.audit import wilson
 
 ALPHA = 0.05
 RESAMPLES = 4000

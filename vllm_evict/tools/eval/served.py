@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from .. import __version__
+from ... import __version__
 from . import EvalError
 from .backends import Answer, one_line, second_half_nll, timed
 from .policies import Contender

@@ -1,6 +1,6 @@
 """Documents with passkeys: facts at random depths of a long context, and a question with its answer for each fact.
 
-Words and filler are those of `vllm_evict.eval`. A document depends on nothing but seed and number.
+Words and filler are those of `vllm_evict.tools.eval`. A document depends on nothing but seed and number.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..config.gates import HeadsError
+from ...config.gates import HeadsError
 from ..eval.tasks import ask, draw, lay_out, values
 from ..eval.words import KEYS, MARKS, Filler
 

@@ -5,17 +5,17 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ..compute.reach import Reach
-from ..config import KVPolicyConfig, KVPolicyError
-from ..core.actions import Action
-from ..core.blocks import RequestBlocks
-from ..core.mechanisms import Mechanism
-from ..core.mechanisms.base import settled
-from ..core.plan import EvictionPlan, Reports
-from .engine.reconstruction import Scored
-from .engine.shadows import ShadowRequests
-from .engine.view import EngineView
-from .start import attending
+from ...compute.reach import Reach
+from ...config import KVPolicyConfig, KVPolicyError
+from ...core.actions import Action
+from ...core.blocks import RequestBlocks
+from ...core.mechanisms import Mechanism
+from ...core.mechanisms.base import settled
+from ...core.plan import EvictionPlan, Reports
+from ...integration.engine.reconstruction import Scored
+from ...integration.engine.shadows import ShadowRequests
+from ...integration.engine.view import EngineView
+from ...integration.start import attending
 
 R = TypeVar("R")
 #: Most tokens that `pieces` decodes again for one of them.

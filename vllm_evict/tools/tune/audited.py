@@ -14,14 +14,14 @@ import httpx
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
-from ..config import KVPolicyConfig
-from ..core.audit import CONTROL, Verdict
-from . import EvalError
-from .backends import Offline, one_line
-from .policies import Contender
-from .prompts import Prompts
-from .questions import Question
-from .served import PLAIN, Http
+from ...config import KVPolicyConfig
+from ...core.audit import CONTROL, Verdict
+from ..eval import EvalError
+from ..eval.backends import Offline, one_line
+from ..eval.policies import Contender
+from ..eval.prompts import Prompts
+from ..eval.questions import Question
+from ..eval.served import PLAIN, Http
 
 #: Measure -> what it counts, in words.
 MEASURES = {
@@ -125,7 +125,7 @@ class AuditedEngine:
         block_size: int,
         engine_args: dict[str, Any],
     ):
-        from ..integration.engine.audits import Audits
+        from ...integration.engine.audits import Audits
 
         server = auditing(server)
         # vLLM decides about its prefix cache: audits hit the prompts there.

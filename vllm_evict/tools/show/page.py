@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
-from ..integration.show import GONE, HOST, Shown, ShownStep
+from .record import GONE, HOST, Shown, ShownStep
 
-STYLE = (Path(__file__).parent / "show.css").read_text(encoding="utf-8")
-SCRIPT = (Path(__file__).parent / "show.js").read_text(encoding="utf-8")
+STYLE = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
+SCRIPT = (Path(__file__).parent / "page.js").read_text(encoding="utf-8")
 #: Fates for the table -> their heads.
 MOVES = {"gone": "blocks evicted", "host": "to the host", "back": "back", "read": "read on the host"}
 

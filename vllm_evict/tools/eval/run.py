@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..config import KVPolicyConfig
+from ...config import KVPolicyConfig
 from . import EvalError, external, ruler
 from .backends import SETTINGS, Answer, Offline, engine_config
 from .policies import Contender, contenders, servers

@@ -12,14 +12,13 @@ import yaml
 from rich.console import Console
 
 from .. import __version__
-from ..config import KVPolicyConfig, KVPolicyError
-from ..heads import HeadsError
-from ..heads.cli import app as heads
-from ..heads.cli import wide_console
-from . import EvalError
-from .policies import parse_budgets, split_list
-from .tasks import TASKS
-from .words import HAYSTACKS
+from ..config import HeadsError, KVPolicyConfig, KVPolicyError
+from .eval import EvalError
+from .eval.policies import parse_budgets, split_list
+from .eval.tasks import TASKS
+from .eval.words import HAYSTACKS
+from .heads.cli import app as heads
+from .heads.cli import wide_console
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -139,8 +138,8 @@ def evaluate(
     # Before vLLM is imported: engines run one after the other in this process.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from . import report
-    from .run import RunOptions, run
+    from .eval import report
+    from .eval.run import RunOptions, run
 
     console = wide_console()
     args = RunOptions(
@@ -175,7 +174,7 @@ def evaluate(
 @app.command()
 def plot(folder: Annotated[Path, typer.Argument(help="Results folder of an evaluation.")]) -> None:
     """Write tables, pictures and report from a results folder, and print the table."""
-    from . import report
+    from .eval import report
 
     console = wide_console()
     _tell(report.write(report.load(folder), folder, console), console)
@@ -224,8 +223,8 @@ def tune(
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # before vLLM is imported: the engine runs in this process
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from .tune import TuneOptions, run
-    from .tuned import write
+    from .tune.report import write
+    from .tune.run import TuneOptions, run
 
     console = wide_console()
     args = TuneOptions(
@@ -278,9 +277,9 @@ def show(
             out.unlink()
     except OSError as error:
         raise EvalError(f"--out got {out}; expected a file that can be written: {error}") from None
-    from ..integration.show import run
-    from .policies import budget_words, label_of
-    from .show import page
+    from .eval.policies import budget_words, label_of
+    from .show.page import page
+    from .show.record import run
 
     console = wide_console()
     shown = run(model, config, text, max_tokens, _object(engine_args, "--engine-args"), _said(console))
@@ -305,7 +304,7 @@ def policies(
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def check(context: typer.Context, device: Annotated[str, typer.Option(help="The device of the server.")] = "") -> None:
     """Say whether vllm serve MODEL [FLAGS] starts under a KV policy on a device, without the device."""
-    from ..integration.check import main as run
+    from .check.cli import main as run
 
     raise typer.Exit(run(["--device", device, *context.args]))
 

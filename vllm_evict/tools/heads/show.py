@@ -10,7 +10,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from ..config.gates import HeadGates, HeadPattern, HeadsError
+from ...config.gates import HeadGates, HeadPattern, HeadsError
 
 COLOURS = "viridis"
 GIB = 1 << 30

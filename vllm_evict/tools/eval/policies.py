@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ..config import RETRIEVAL, STREAMING, KVPolicyConfig, KVPolicyError
-from ..core.arrange import Arrangement, arrange
-from ..policies import POLICIES
+from ...config import RETRIEVAL, STREAMING, KVPolicyConfig, KVPolicyError
+from ...core.arrange import Arrangement, arrange
+from ...policies import POLICIES
 from . import EvalError
 
 Budget = int | float | None

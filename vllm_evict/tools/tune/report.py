@@ -11,13 +11,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..config import KVPolicyConfig
+from ...config import KVPolicyConfig
+from ..eval.policies import budget_words
+from ..eval.report import document, figure
+from ..eval.rows import Row
 from .audited import MEASURES
-from .policies import budget_words
-from .report import document, figure
-from .rows import Row
+from .run import CONFIRM, CONTROL, SEARCH, Outcome, Result
 from .search import Figure
-from .tune import CONFIRM, CONTROL, SEARCH, Outcome, Result
 
 #: Share of the answers that the flag has audited.
 AUDIT = 0.01

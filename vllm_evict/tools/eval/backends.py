@@ -34,9 +34,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .. import __version__
-from ..config import KVPolicyConfig
-from ..policies.base import RUNNING
+from ... import __version__
+from ...config import KVPolicyConfig
+from ...policies.base import RUNNING
 from . import EvalError, one_line
 from .policies import Contender, brief
 from .prompts import Prompts
@@ -264,7 +264,7 @@ class Offline:
         """
         from vllm import SamplingParams
 
-        from ..integration.engine.reconstruction import parts
+        from ...integration.engine.reconstruction import parts
 
         salted = prompt | {"cache_salt": sample.sha256}
         if sample.sha256 in self._known:

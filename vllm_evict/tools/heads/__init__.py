@@ -7,7 +7,3 @@
 After Xiao et al., "DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads", ICLR 2025,
 arXiv:2410.10819. Files of gates are in `config.gates`.
 """
-
-from ..config.gates import HeadGates, HeadPattern, HeadsError
-
-__all__ = ["HeadGates", "HeadPattern", "HeadsError"]

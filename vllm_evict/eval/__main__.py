@@ -1,6 +1,0 @@
-"""`python -m vllm_evict.eval` is the command `vllm-evict`."""
-
-from ..cli import main
-
-if __name__ == "__main__":
-    main()
