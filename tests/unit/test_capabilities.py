@@ -452,6 +452,24 @@ def test_what_tests_wrote_down_is_what_the_table_says(kind):
     assert ran and not ran & cannot
 
 
+def test_what_no_test_runs_runs_where_the_user_says_so(caplog):
+    """Each such pair is named in one warning; pairs with a known reason stay refused."""
+    allowed = {"name": "kvzip", "untried": True}
+    config = KVPolicyConfig.parse({"name": "kvzip", "allow": []})
+    shared = text(num_kv_shared_layers=1)
+    with pytest.raises(refuse.Refused, match="share a cache, which no test runs: .*, or set untried: true$"):
+        refuse.check_config(server_of(shared), config)
+    with caplog.at_level("WARNING", "vllm.evict"):
+        served = refuse.check_config(server_of(shared), KVPolicyConfig.parse(allowed))
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("KV policy kvzip runs, because untried is true, with ") and "share a cache" in line
+    assert "kvzip" in served.allowed and refuse.untried(server_of(shared), served) == [line.split(" with ", 1)[1]]
+    assert refuse.untried(server_of({}), served) == refuse.untried(server_of(shared), config) == []
+    with pytest.raises(refuse.Refused, match="latent attention") as refused:
+        refuse.check_config(server_of(MLA), KVPolicyConfig.parse({"name": "duo", "pattern": ["10"], "untried": True}))
+    assert "untried" not in str(refused.value)
+
+
 def test_no_reason_says_that_something_is_untried_in_words_of_its_own():
     reasons = [why for each in ENVIRONMENTS for why in each.cannot_stand.values()]
     assert sum(why.startswith(UNTRIED) for why in reasons) > 10

@@ -101,7 +101,7 @@ def test_to_dict_is_what_parse_takes_and_json_carries(name):
         left_out |= set() if "read" in extra else names_of(READ)
         left_out |= set() if config.sparse else {"read_prompts"}
         left_out |= names_of(ALLOCATION) - extra.keys()
-        left_out |= set() if "audit" in extra else {"audit", "target", "tuned"}
+        left_out |= {"untried"} | (set() if "audit" in extra else {"audit", "target", "tuned"})
         assert set(carried) == (policy.options | {"name"} | names_of(SERVER)) - config.unsaid - left_out
         assert set(config.effective()) == policy.options | {"name"} | names_of(SERVER)
         assert config.unsaid == (set() if extra == values else policy.options & {"budget", "sink", "recent"})

@@ -147,6 +147,7 @@ WAYS = {
     ),
     r"set granularity: block": field(granularity="block"),
     r"set when: budget": field(when="budget"),
+    r"set untried: true": field(untried=True),
     r'set read under full or sink-window, .* "allow"': policies(
         *(lambda policy, name=name: {"name": name, "read": policy["read"], "allow": []} for name in ("full", "sink-window"))
     ),

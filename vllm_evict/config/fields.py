@@ -303,8 +303,14 @@ ALLOW = Option(
     "none that lacks the server's `when`, `read` or `context`; beside a policy that makes KV groups, and for `full` "
     "with `read` or `evict: host`, `full` alone",
 )
+UNTRIED = Option(
+    "untried",
+    flag,
+    False,
+    'run what is refused with the words "which no test runs"; the log warns of each such pair at start',
+)
 #: All of them: settings of the server.
-SERVER = (ALLOW, AUDIT, TARGET, TUNED)
+SERVER = (ALLOW, AUDIT, TARGET, TUNED, UNTRIED)
 
 #: Values that `KVPolicyConfig` returns for fields that its policy does not have.
 NEUTRAL = {

@@ -42,7 +42,7 @@ RETIRED = (
 )
 #: Fields that `full` takes over from a policy whose blocks go to the host.
 TAKEN = (
-    *("when", "admit", "budget", "buffer", "sink", "recent", "evict", "host", "audit", "target", "tuned"),
+    *("when", "admit", "budget", "buffer", "sink", "recent", "evict", "host", "audit", "target", "tuned", "untried"),
     *("read", "index", "hold", "leaders"),
 )
 

@@ -40,6 +40,7 @@ class KVPolicyConfig(Sizes, Groups, Requests):
         audit: share of requests whose answers full attention scores again.
         target: share of audited answers that should be identical; None: no share is expected.
         tuned: tokens of the shortest and of the longest prompt that the policy was tuned on; None: they are not known.
+        untried: whether the server runs pairs of a feature and an environment that no test runs.
         given: names of fields that the user gave.
     """
 
@@ -47,6 +48,7 @@ class KVPolicyConfig(Sizes, Groups, Requests):
     audit: float
     target: float | None
     tuned: tuple[int, int] | None
+    untried: bool
     #: Layers of the model, which bands divide; None: as many as bands. Set by `for_model`.
     _depth: int | None
     #: A band's budget over the mean of all bands; None if this is not a band. Set by `classes`.
@@ -144,6 +146,7 @@ class KVPolicyConfig(Sizes, Groups, Requests):
         idle |= frozenset() if self.sparse else {READ_PROMPTS.name}
         idle |= OF_BUDGETS - (READ_SIZES if self.sparse else frozenset()) if self.keeps_all else frozenset()
         idle |= frozenset() if self.audit else {"audit", "target", "tuned"}
+        idle |= frozenset() if self.untried else {"untried"}
         idle |= frozenset() if self.when == "pressure" else {"admit"}
         own = names_of(self.allocator.declares) | {"allocate"} if self.allocator.splits else frozenset()
         return idle | (names_of(ALLOCATION) - own)

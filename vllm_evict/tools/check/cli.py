@@ -134,7 +134,7 @@ def accepted(flags: Sequence[str]) -> list[str]:
     # Imported here: the modules need a vLLM whose platform is known.
     from ...integration.engine.spec import policy_config
     from ...integration.start import advice, connectors, describe
-    from ...integration.start.capabilities.refuse import check_layers
+    from ...integration.start.capabilities.refuse import check_layers, untried
     from ...integration.start.capabilities.server import Layers, named_backend
 
     config = policy_config(vllm_config)
@@ -145,14 +145,15 @@ def accepted(flags: Sequence[str]) -> list[str]:
     check_layers(vllm_config, config, Layers(backend=backend, whose=", which vLLM takes"))
     held = describe.held_before_layers(config, vllm_config)
     unknown = "KV groups, and backends and sizes of single layers"
-    untried = list(arguments.unread)
+    not_here = list(arguments.unread)
     if config.host is not None and vllm_config.device_config.device_type != "cpu":
-        untried.append(f"memory for host ({config.host} bytes of each engine)")
+        not_here.append(f"memory for host ({config.host} bytes of each engine)")
     never = ["audits"] if config.audit and vllm_config.device_config.device_type != "cpu" else []
     return [
         f"{describe.facts(config, held or '', vllm_config)}; attention backend {backend}",
         f"Not known before layers are made: {'blocks that a request holds, ' * (held is None)}{unknown}",
-        *([f"Not tried here: {', '.join(untried)}"] if untried else []),
+        *([f"Not tried here: {', '.join(not_here)}"] if not_here else []),
+        *(f"Runs because untried is true: {what}" for what in untried(vllm_config, config)),
         *([f"No GPU has run {', '.join(never)} yet"] if never else []),
     ]
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from ....config.features import Feature
 from .server import Server
 
-#: Why a pair is refused of which nothing is known to be wrong.
+#: Why a pair is refused of which nothing is known to be wrong, and what a user sets to run it all the same.
 UNTRIED = "which no test runs"
+RUN_UNTRIED = "set untried: true"
 
 
 @dataclass(frozen=True, eq=False)

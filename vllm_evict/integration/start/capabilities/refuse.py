@@ -8,7 +8,7 @@ from vllm.logger import init_logger
 from ....config import KVPolicyConfig, KVPolicyError
 from ....config.features import ANY, READS, SCORES, Feature
 from ....environment import decode_kernel
-from .environment import Environment
+from .environment import RUN_UNTRIED, UNTRIED, Environment
 from .environments import ENVIRONMENTS, OF_LAYERS
 from .server import Layers, Server
 
@@ -24,10 +24,17 @@ class Refused(KVPolicyError):
 
 
 class Refusal(NamedTuple):
-    """What a policy cannot be used with, and what to do instead."""
+    """A part of a server with which a policy cannot be used.
+
+    Attributes:
+        what: the part, and why.
+        instead: the ways out.
+        untried: whether the only reason is that no test runs the two.
+    """
 
     what: str
     instead: str
+    untried: bool
 
 
 def refusals(server: Server, environments: Iterable[Environment] = ENVIRONMENTS) -> Iterator[Refusal]:
@@ -48,8 +55,14 @@ def composed(server: Server, environment: Environment, other: Feature | Environm
     else:
         beside, without = other.name.format_map(server) + " and {}", other.instead.format_map(server)
     what = beside.replace("{}", name) + (f", {why}" if why else "")
-    ways = [instead] if ANY.instead in instead else filter(None, (instead, without))
-    return Refusal(what, ", or ".join(ways))
+    untried = why.startswith(UNTRIED)
+    ways = [instead] if ANY.instead in instead else [instead, without]
+    return Refusal(what, ", or ".join(filter(None, [*ways, RUN_UNTRIED * untried])), untried)
+
+
+def untried(vllm_config: Any, config: KVPolicyConfig) -> list[str]:
+    """Return what no test runs of a server whose policy allows it, as far as the configuration tells."""
+    return [each.what for each in refusals(Server(vllm_config, config)) if each.untried and config.untried]
 
 
 def check_config(vllm_config: Any, config: KVPolicyConfig) -> KVPolicyConfig:
@@ -67,7 +80,7 @@ def check_config(vllm_config: Any, config: KVPolicyConfig) -> KVPolicyConfig:
     refuse(config, refusals(Server(vllm_config, asked)))
     left_out: dict[str, list[str]] = {}
     for name in sorted(config.allowed) if config.allow is None else ():
-        if refusal := next(refusals(Server(vllm_config, config.replace(allow=(name,)))), None):
+        if refusal := next(_standing(config, refusals(Server(vllm_config, config.replace(allow=(name,))))), None):
             left_out.setdefault(refusal.what, []).append(name)
     if not left_out:
         return config
@@ -91,8 +104,17 @@ def check_layers(vllm_config: Any, config: KVPolicyConfig, layers: Layers) -> No
     refuse(config, refusals(Server(vllm_config, config, layers), OF_LAYERS))
 
 
+def _standing(config: KVPolicyConfig, refused: Iterable[Refusal]) -> Iterator[Refusal]:
+    """Yield the refusals that hold under a policy: with `untried: true`, those with a known reason."""
+    return (each for each in refused if not (each.untried and config.untried))
+
+
 def refuse(config: KVPolicyConfig, refused: Iterable[Refusal]) -> None:
-    """Raise one error for all refusals, if there are any."""
-    messages = [f"KV policy {config.name!r} can't be used with {what}: {instead}" for what, instead in refused]
-    if messages:
+    """Raise one error for all refusals that hold, if there are any; warn of the others."""
+    refused = list(refused)
+    standing = list(_standing(config, refused))
+    if standing:
+        messages = (f"KV policy {config.name!r} can't be used with {each.what}: {each.instead}" for each in standing)
         raise Refused(*dict.fromkeys(messages))
+    for each in refused:
+        logger.warning("KV policy %s runs, because untried is true, with %s", config.name, each.what)
