@@ -34,7 +34,7 @@ class Refusal(NamedTuple):
 
     what: str
     instead: str
-    untried: bool
+    untried: bool = False
 
 
 def refusals(server: Server, environments: Iterable[Environment] = ENVIRONMENTS) -> Iterator[Refusal]:
