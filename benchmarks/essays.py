@@ -25,7 +25,7 @@ from typing import Any
 from engines import make_llm
 from reports import RESULTS, conditions, in_child, run_script
 
-from vllm_evict.eval.stats import bootstrap, interval
+from vllm_evict.tools.eval.stats import bootstrap, interval
 
 RAW = RESULTS / "quality/real/essays.jsonl"
 HOST = {"name": "full", "evict": "host", "host": "1GiB"}
