@@ -17,8 +17,9 @@ ONE_SET = "granularity=token sets=all"
 BUDGETS = ("10%", "25%", "50%")
 #: Columns of reach.csv that tell policies apart.
 REACHED = ("length", "budget", "sink", "recent", "hold")
-#: Tokens of a block, and its index of signs as a share of its keys and values, in the embedded model (64 dimensions).
-BLOCK, SIGNS = 32, 448 / 8192
+#: Tokens of a block, and indexes as shares of its keys and values, in the embedded model (64 dimensions, bfloat16). The
+#: rows of reach.csv chose by signs; `bits` became the default after them.
+BLOCK, INDEXES = 32, {"signs": 448 / 8192, "bits": 648 / 8192}
 Scores = dict[tuple[str, str], dict[str, float]]
 Telling = Callable[[dict[str, float]], str]
 
@@ -174,8 +175,10 @@ def reached() -> str:
         )
         cells = ["{:,} of {:,}".format(*of_settings[each]) if each in of_settings else "not run" for each in settings]
         blocks = f"{held} of {of_length + 1}: {sinks} + {held - sinks - last} + {last}"
-        lines.append((f"{length:,}", blocks, str(hold), f"{(held + SIGNS * of_length) / (of_length + 1):.1%}", *cells))
-    head = f"| tokens | blocks: sinks + room + recent | `hold` | with the index | {' | '.join(settings)} |"
+        shares = [f"{(held + index * of_length) / (of_length + 1):.1%}" for index in INDEXES.values()]
+        lines.append((f"{length:,}", blocks, str(hold), *shares, *cells))
+    indexes = " | ".join(f"with `{index}`" for index in INDEXES)
+    head = f"| tokens | blocks: sinks + room + recent | `hold` | {indexes} | {' | '.join(settings)} |"
     return rows(head, lines)
 
 

@@ -27,7 +27,7 @@ from reports import RESULTS, conditions, in_child, run_script
 
 from vllm_evict.tools.eval.stats import bootstrap, interval
 
-RAW = RESULTS / "quality/real/essays.jsonl"
+RAW = RESULTS / "quality/essays.jsonl"
 HOST = {"name": "full", "evict": "host", "host": "1GiB"}
 #: Most tokens of an answer: a number has seven digits.
 ANSWER = 12
@@ -211,6 +211,9 @@ def texts(found: dict) -> str:
     return "\n".join(lines)
 
 
+TABLES = needles, texts
+
+
 def cell(words: str) -> tuple[str, int, int]:
     task, tokens, prompts = words.split(":")
     if task not in ("needle", "text"):
@@ -252,7 +255,7 @@ def main() -> None:
     raw = Path(options.raw)
     if options.model is None:
         found = by_setting(read(raw))
-        return print(f"<!-- needles -->\n{needles(found)}\n\n<!-- texts -->\n{texts(found)}")
+        return print("\n\n".join(f"<!-- {table.__name__} -->\n{table(found)}" for table in TABLES))
     for setting, policy, cells in missing(options):
         run = sum("task" not in json.loads(line) for line in raw.read_text().splitlines()) if raw.exists() else 0
         spec = {"policy": policy, "setting": setting, "cells": cells, "run": run, "options": vars(options)}

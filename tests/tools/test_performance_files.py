@@ -8,6 +8,8 @@ from statistics import median
 
 import pytest
 
+from vllm_evict.compute.kernels.codes import packed_bytes
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -160,6 +162,18 @@ def test_tables_of_answers_are_those_of_the_files(to_json):
     page = (ROOT / "docs/results.md").read_text()
     assert len(answers.TABLES) == 6
     assert not [table for table in answers.TABLES if f"<!-- {table.__name__} -->\n{table()}\n" not in page]
+    cache = answers.BLOCK * 64 * 2 * 2
+    assert answers.INDEXES["bits"] == packed_bytes(answers.BLOCK, 64) / cache
+
+
+def test_tables_of_trained_models_are_those_of_the_files(to_json):
+    import essays
+    import real
+
+    results, reach = ((ROOT / "docs" / page).read_text() for page in ("results.md", "reach.md"))
+    assert all(real.table(file) in results for file in real.FOLDER.glob("*.jsonl"))
+    found = essays.by_setting(essays.read(essays.RAW))
+    assert not [table for table in essays.TABLES if f"<!-- {table.__name__} -->\n{table(found)}\n" not in reach]
 
 
 def test_answers_by_traffic_are_those_of_the_files():
