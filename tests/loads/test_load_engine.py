@@ -68,8 +68,7 @@ def test_each_kind_of_engine_under_random_load(models, async_stays, complaints, 
     if not V2 and (kind, number) not in UNLIKE:
         assert (
             counts["aborted"]
-            and counts["refused"]
-            and (counts["resets"] or kind == "latent")
+            and (kind == "latent" or (counts["refused"] and counts["resets"]))
             and counts["turns"]
             and counts["answers compared"]
         )
