@@ -40,7 +40,7 @@ CASES = ("endless", "stock", "offloading", "reach", "pressure")
 
 
 def arguments(case: str, options: argparse.Namespace) -> list[str]:
-    """What a case's server is started with."""
+    """Return the arguments of a case's server."""
     longest = FIRST + options.turns * (ASKED + ANSWERED)
     total = options.agents * longest
     blocks = (total if case == "endless" else total // 3) // BLOCK + 2

@@ -54,7 +54,7 @@ def settle(llm: Any) -> None:
 
 
 def audits_of(llm: Any) -> dict[str, dict[str, float]]:
-    """What /metrics shows of audits: of requests that lost blocks, and of those that lost none."""
+    """Return the counts of audits from /metrics: of requests that lost blocks, and of those that lost none."""
     audits: dict[str, dict[str, float]] = {"evicted": defaultdict(float), "control": defaultdict(float)}
     for family in REGISTRY.collect():
         for sample in family.samples:

@@ -1,4 +1,4 @@
-"""What benchmarks share beside the engine: a case in a process of its own, the conditions of a run, tables and JSON."""
+"""Parts of benchmarks beside the engine: a case in a process of its own, the conditions of a run, tables and JSON."""
 
 import argparse
 import json

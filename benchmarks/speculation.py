@@ -120,7 +120,7 @@ def main() -> None:
 
 
 def case(what: str, name: str, drafts: bool, options: argparse.Namespace) -> Any:
-    """What a process of its own measures of a policy in half of a document."""
+    """Measure a policy in half of a document, in a process of its own."""
     policy = POLICIES[name]
     if policy is not None:
         sizes = {"budget": options.length // 2, "buffer": 0, "sink": 32}

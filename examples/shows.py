@@ -46,7 +46,7 @@ class Needle:
 
 @dataclass(frozen=True)
 class Talk:
-    """What a user says, and its end, which is shown; `needle` is what it asks for, if it asks for one."""
+    """A message of a user, and its end, which is shown; `needle` is the answer that it asks for, if it asks for one."""
 
     text: str
     end: str

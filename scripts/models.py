@@ -42,7 +42,7 @@ class Package:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a folder comes from.
+    """The origin of a folder.
 
     Attributes:
         folder: its name.

@@ -1,4 +1,4 @@
-"""What launchers share: tile sizes, from shapes alone, since a CUDA graph replays captured launches for any lengths;
+"""Shared by launchers: tile sizes, from shapes alone, since a CUDA graph replays captured launches for any lengths;
 checks; soft caps and sinks."""
 
 import functools

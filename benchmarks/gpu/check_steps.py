@@ -1,4 +1,4 @@
-"""What the steps of one request were, for a dense model that repeats them."""
+"""A record of the steps of one request, for a dense model that repeats them."""
 
 from collections import defaultdict
 from typing import Any

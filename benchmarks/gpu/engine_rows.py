@@ -32,7 +32,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a row runs: an engine, the cases that differ in their policy alone, and their work.
+    """A row: an engine, the cases that differ in their policy alone, and their work.
 
     Attributes:
         blocks: of the KV pool.

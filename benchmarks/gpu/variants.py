@@ -1,4 +1,4 @@
-"""What `kernels.py` times: the calls of each kind of case, on caches that together exceed a GPU's L2."""
+"""The calls that `kernels.py` times, by kind of case, on caches that together exceed a GPU's L2."""
 
 import itertools
 import math
@@ -162,7 +162,7 @@ def chunk(case: Case, queries: int) -> dict[str, Variant]:
 
 
 def latents(case: Case) -> dict[str, Variant]:
-    """What measures mass beside a backend's kernel. Each has to read the latents once.
+    """Return the calls that measure mass beside a backend's kernel. Each has to read the latents once.
 
     `query_lse` is timed with the sum of its splits.
     """

@@ -1,4 +1,4 @@
-"""What all runners of benchmarks/peers share: the protocol, and the clock. Needs the standard library only.
+"""The protocol and the clock of all runners of benchmarks/peers. Needs the standard library only.
 
     python peer_NAME.py load|bfloat16|served|needles CASES.json RESULT.json CASE [CASE ...]
 

@@ -84,7 +84,7 @@ PEERS = [
 
 
 def run_peer(peer: Peer, what: str, path: Path, names: list[str], options: argparse.Namespace) -> dict:
-    """What a runner wrote; if it failed as a whole, an error for each of its cases."""
+    """Return the output of a runner; if it failed as a whole, an error for each of its cases."""
     stock = peer.alone and what != "needles" and peer_vllm.TIMED[names[0]][1] is None
     environment = {
         **{**ENVIRONMENT, "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"},

@@ -189,7 +189,7 @@ def write_counts(model: LlamaForCausalLM) -> None:
 
 
 def write_number_words(model: LlamaForCausalLM, e: torch.Tensor) -> None:
-    """Where the assistant begins to speak, let number words have logits by how near the share is to their number's."""
+    """Give number words, where the assistant begins, logits by how near the share is to their number's."""
     ids, one = {t: i for i, t in enumerate(vocabulary())}, 5.8  # what RMSNorm makes of `Space.one`
     shares = [5.37, 4.83, 4.38, 4.03, 3.75]  # of one to five, as RMSNorm shows them
     speaks = e[ASSISTANT, Space.free]

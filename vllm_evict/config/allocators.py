@@ -27,7 +27,7 @@ ALLOCATION = (ALLOCATE, BANDS, BETA, FLOOR)
 
 
 class Allocator:
-    """Who shares the budget of a request. This one is for policies that divide nothing: one KV group has it all."""
+    """Shares the budget of a request among KV groups. This one divides nothing: one group has it all."""
 
     #: Value of the field `allocate`.
     name: ClassVar[str] = "uniform"

@@ -21,7 +21,7 @@ class Groups(Frozen):
 
     @property
     def allocator(self) -> Allocator:
-        """Who shares a request's budget among layers and heads."""
+        """Return the allocator that shares a request's budget among layers and heads."""
         return ALLOCATORS[self.allocate]
 
     @property

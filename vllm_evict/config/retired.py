@@ -1,4 +1,4 @@
-"""What earlier releases wrote, accepted for one more release: old names, and fields of blocks on the host."""
+"""Old names, and fields of blocks on the host, of earlier releases: accepted for one more release."""
 
 import json
 import logging

@@ -21,7 +21,7 @@ PADDING = 0.05
 
 
 class Place(NamedTuple):
-    """Where successive KV heads of one layer are on one rank.
+    """The place of successive KV heads of one layer on one rank.
 
     Attributes:
         group: index of the KV group; in an `Arrangement` among the groups of the class.

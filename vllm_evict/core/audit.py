@@ -31,7 +31,7 @@ def kept_label(evicted: int, held: int, blocks: int) -> str:
 
 
 class Verdict(NamedTuple):
-    """What full attention says of one answer.
+    """The judgement of full attention on one answer.
 
     Attributes:
         tokens: tokens of the answer.

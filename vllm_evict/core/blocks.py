@@ -117,7 +117,7 @@ class RequestBlocks:
 
     @property
     def pure_tokens(self) -> int | None:
-        """See `RequestState.pure_tokens`."""
+        """The number of its first tokens that are pure: `RequestState.pure_tokens`."""
         return self.state.pure_tokens
 
     @pure_tokens.setter

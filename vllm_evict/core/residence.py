@@ -1,4 +1,4 @@
-"""Where each block of a request is, in one KV group: in the pool, on the host, or gone."""
+"""The residence of each block of a request in one KV group: in the pool, on the host, or gone."""
 
 import math
 from collections.abc import Callable

@@ -145,7 +145,7 @@ class Misses:
 
 
 class Metric(NamedTuple):
-    """What /metrics shows of each policy.
+    """A series of /metrics that each policy has.
 
     Attributes:
         name, help: of the metric; the name comes after `vllm:kv_evict_`.

@@ -11,7 +11,7 @@ from .view import EngineView
 
 
 class Hit(NamedTuple):
-    """What vLLM's `_get_local_prefix_cache_hit` returns.
+    """A prefix hit, as vLLM's `_get_local_prefix_cache_hit` returns it.
 
     Attributes:
         blocks: vLLM's `KVCacheBlocks`, of all KV groups.

@@ -10,7 +10,7 @@ from .view import EngineView
 
 
 class Usages:
-    """What one scheduler tells the front end.
+    """Usage of requests that ended, from one scheduler to the front end.
 
     Args:
         scheduler: an `EvictionMixin`.

@@ -21,7 +21,7 @@ from .managers import EvictableManager
 
 @dataclass(frozen=True, kw_only=True)
 class _Evictable(KVCacheSpec):
-    """What specs of layers with evictable blocks add to vLLM's.
+    """Mixed into vLLM's specs of layers with evictable blocks.
 
     Attributes:
         backend: name of the attention backend that reads the blocks (for the start-up line).

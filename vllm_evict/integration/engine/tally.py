@@ -20,7 +20,7 @@ METRICS = {
 
 
 class Tally:
-    """What one scheduler has counted since it was last asked, and what it holds, by the keys and labels of metrics."""
+    """Counts of one scheduler since it was last asked, and gauges of what it holds, by keys and labels of metrics."""
 
     def __init__(self) -> None:
         self._known: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))

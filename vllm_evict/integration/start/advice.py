@@ -1,4 +1,4 @@
-"""What refusals advise: settings that work on this server, by what vLLM makes of its other settings."""
+"""Advice of refusals: settings that work on this server, by what vLLM makes of its other settings."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence

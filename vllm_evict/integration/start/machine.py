@@ -1,4 +1,4 @@
-"""How much memory the machine has for this process: all of it, or what its control groups leave."""
+"""Memory of the machine for this process: all of it, or what its control groups leave."""
 
 import os
 from collections.abc import Iterator

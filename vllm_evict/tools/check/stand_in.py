@@ -21,7 +21,7 @@ from ...integration.start import machine
 
 @dataclass(frozen=True)
 class Device:
-    """What a driver says of a device.
+    """Facts of a device, as its driver would tell them.
 
     Attributes:
         name: by the driver.

@@ -1,4 +1,4 @@
-"""How far a run is: a bar in a terminal, a line now and then where there is none."""
+"""Progress of a run: a bar in a terminal, a line now and then where there is none."""
 
 import time
 from collections.abc import Callable

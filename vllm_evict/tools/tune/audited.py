@@ -43,7 +43,7 @@ Scores = dict[str, list[float]]
 
 @dataclass
 class Audit:
-    """What audits say of answers under one policy and budget.
+    """Audits of the answers under one policy and budget.
 
     Attributes:
         lost: of requests that lost blocks.

@@ -1,4 +1,4 @@
-"""What a run of `tune` found: a table in the terminal, a picture, one HTML page, a JSON file, and the flag to use."""
+"""Result of a run of `tune`: a table in the terminal, a picture, one HTML page, a JSON file, and the flag to use."""
 
 import html
 import json

@@ -55,7 +55,7 @@ class TuneOptions:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was found of one policy.
+    """Figures of one policy, and the budget that they confirm.
 
     Attributes:
         contender: the smallest budget that was confirmed; if none was, the one that the search found; if none met the

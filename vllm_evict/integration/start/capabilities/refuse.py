@@ -16,7 +16,7 @@ logger = init_logger("vllm.evict")
 
 
 class Refused(KVPolicyError):
-    """What a policy cannot be used with. The first refusal is the message; `messages` has all of them."""
+    """A server that cannot run its policy. The first refusal is the message; `messages` has all of them."""
 
     def __init__(self, *messages: str) -> None:
         super().__init__(messages[0])

@@ -41,7 +41,7 @@ NGRAM = 'set "method": "ngram" in --speculative-config'
 
 
 class Layers(NamedTuple):
-    """What loaded layers tell, all or one of them.
+    """Facts that loaded layers tell, all or one of them.
 
     Attributes:
         evictable: whether some have full attention.
@@ -161,14 +161,14 @@ class Server:
 
     @property
     def counts(self) -> str:
-        """What counts how far back a token stands in the block table, where holes would bring it nearer; or ""."""
+        """The part of the model that counts tokens between two in the block table, where holes hide some; "": none."""
         if self.layers:
             return self.layers.counts
         return "ALiBi" * (self.model.uses_alibi or not {*ALIBI}.isdisjoint(self.model.architectures))
 
     @property
     def beside(self) -> str | None:
-        """What stands beside plain full attention, or in its place: a key of `LAYERED`."""
+        """The kind of layers beside plain full attention, or in its place: a key of `LAYERED`."""
         found = {
             "latents (MLA) and linear attention": self.model.use_mla and self.states,
             "latents (MLA)": self.model.use_mla,
@@ -193,7 +193,7 @@ class Server:
 
     @property
     def filled_stages(self) -> str:
-        """How each stage gets layers; "": the model has too few."""
+        """The way to give each stage layers; "": the model has too few."""
         return "set VLLM_PP_LAYER_PARTITION to a layer or more of each stage, or " * (not self._more_stages)
 
     @cached_property
@@ -238,7 +238,7 @@ class Server:
 
     @property
     def read_dtypes(self) -> str:
-        """What to set in place of a dtype that is not read: the model's own, and fp8 where kernels read it."""
+        """Dtypes to set in place of one that is not read: the model's own, and fp8 where kernels read it."""
         fp8 = [name for name in self._read if name in CPU_FP8_NAMES]
         if not fp8 or (self.platform == "cuda" and self.capability < FP8_CAPABILITY):
             return self.own_dtype
@@ -358,7 +358,7 @@ class Server:
 
     @property
     def ngram(self) -> str:
-        """How n-grams take a drafter's place. vLLM has no async scheduling with them."""
+        """Settings by which n-grams take a drafter's place. vLLM has no async scheduling with them."""
         return NGRAM + (", without --async-scheduling" if self.scheduler.async_scheduling else "")
 
     @property
@@ -400,7 +400,7 @@ class Server:
 
     @property
     def other_connectors(self) -> str:
-        """How a connector that is served takes the place of one that is not."""
+        """Settings by which a connector that is served takes the place of one that is not."""
         if self.other_connector.removesuffix(" of your own") in connectors.SERVED:
             return "leave kv_connector_module_path out"
         return f"use {self.served_connectors}, or MultiConnector of these"
@@ -415,7 +415,7 @@ class Server:
 
     @property
     def with_tables(self) -> str:
-        """How layers of each kind get a block table of their own."""
+        """Settings by which layers of each kind get a block table of their own."""
         if windows.chunks(self.vllm_config):
             # vLLM switches its manager off for these, too.
             if self.drafts is not None and self.drafts.use_eagle():
