@@ -31,7 +31,7 @@ def main() -> None:
     from engines import greedy, make_llm
 
     from vllm_evict.compute.choosing import Choosing
-    from vllm_evict.core.plan import COUNTED
+    from vllm_evict.core.host_pool import COUNTED
     from vllm_evict.tools.eval import tasks, words
     from vllm_evict.tools.eval.prompts import Prompts
 

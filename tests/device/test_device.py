@@ -26,9 +26,10 @@ from vllm_evict.compute.store import Store
 from vllm_evict.compute.tokens import TokenBuffers, TokenStep
 from vllm_evict.compute.work import StepWork
 from vllm_evict.config import KVPolicyConfig
-from vllm_evict.core.actions import Compaction, KeyRotation
-from vllm_evict.core.plan import PLAN, EvictionPlan, GroupPlan, Repetition, Scoring
+from vllm_evict.core.actions import Compaction, Judged, KeyRotation
+from vllm_evict.core.plan import PLAN, EvictionPlan, GroupPlan, Scoring
 from vllm_evict.core.residence import HOLE
+from vllm_evict.features.kvzip.plan import Repetition, Repetitions
 from vllm_evict.integration.worker import worker
 from vllm_evict.policies import CACHED
 
@@ -160,7 +161,7 @@ def steps(policy, wrap, in_graphs=False, rejected=None, **options):
             resident, target = list(range(1, 11)), list(range(2, 7))
             compactions = [Compaction("r", 0, resident, target, config, LENGTH - 2, 1, 7, LENGTH - 3)]
         if step in (0, 2) and by_token:
-            plan.judged = {"r": step}
+            Judged.add_to(plan).numbers["r"] = step
         elif step in (0, 2):
             plan.report["r"] = config.policy.measures
         none = SimpleNamespace(resumed_req_ids=set())
@@ -320,7 +321,8 @@ def shares(wrap):
     generator = torch.Generator().manual_seed(2)
     query, cache = (torch.randn(60, *shape, generator=generator) for shape in ((2 * HEADS, DIM), (HEADS, SIZE, DIM)))
     scores, table = PromptScores(HEADS, 1, SIZE), torch.randperm(60, generator=generator).int()[None, :4]
-    scores.begin(Start(GroupPlan(repeats={"shadow": Repetition(0, 40, 8, 40, 4)}), set(), set(), set(), set(), None))
+    plan = GroupPlan(of={"kvzip": Repetitions({"shadow": Repetition(0, 40, 8, 40, 4)})})
+    scores.begin(Start(plan, set(), set(), set(), set(), None))
     scores._prompts[0] = wrap(scores._prompts[0])
     ops = SimpleNamespace(read=lambda layer, cache, blocks, values: (cache[blocks], None))
     layer = SimpleNamespace(impl=SimpleNamespace(scale=1.0))
@@ -328,7 +330,8 @@ def shares(wrap):
         batch = SimpleNamespace(req_ids=["shadow"], starts=np.array([0, end - start]), seq_lens=np.array([end]))
         metadata = SimpleNamespace(block_table=wrap(table))
         scores.step(batch).add(LayerCall(ops, layer, 0, wrap(query[start:end]), wrap(cache), metadata))
-    scores.begin(Start(GroupPlan(scored={"r": (0, 40)}), set(), set(), set(), set(), None))
+    plan = GroupPlan(of={"kvzip": Repetitions(scored={"r": (0, 40)})})
+    scores.begin(Start(plan, set(), set(), set(), set(), None))
     scores.judged("r", 50)
     scores.gather("r", 50, 4, 32, wrap(torch.arange(8, 32).expand(1, HEADS, 24)))
     return scores.judged("r", 52)[0]

@@ -265,5 +265,5 @@ def test_without_a_host_nothing_is_planned_for_it(engine):
     assert part_of(server.runtime, HostCopies) is None and not any(
         name.startswith("host") for name, *_ in server.metrics()
     )
-    assert not any(plan.orders or plan.groups[0].reached for plan in plans)
+    assert not any(plan.orders or plan.groups[0].of for plan in plans)
     assert output.kv_usage.spilled_blocks is None and "spilled_blocks" not in output.kv_usage.as_dict()

@@ -18,7 +18,8 @@ from vllm_evict.compute.probes import LayerCall
 from vllm_evict.compute.prompts import PromptScores
 from vllm_evict.config import KVPolicyConfig
 from vllm_evict.core.actions import Compaction
-from vllm_evict.core.plan import GroupPlan, Repetition
+from vllm_evict.core.plan import GroupPlan
+from vllm_evict.features.kvzip.plan import Repetition, Repetitions
 from vllm_evict.integration.engine.reconstruction import Reconstructions, parts
 
 BLOCK, VOCAB, TIE = 32, 4096, 2e-6
@@ -269,8 +270,8 @@ def test_a_request_that_ends_when_its_scores_are_there_is_forgotten(engine, mode
     request_id, told = server.add(prompt_of(600, 40), max_tokens=80), []
 
     def on_step(server):
-        if server.scheduler._plan.groups[0].scored:
-            told.append(dict(server.scheduler._plan.groups[0].scored))
+        if (its := Repetitions.within(server.scheduler._plan.groups[0])) and its.scored:
+            told.append(dict(its.scored))
             server.llm.llm_engine.abort_request([request_id])
 
     server.run(on_step)
@@ -334,7 +335,7 @@ def test_shares_in_parts_of_any_size(monkeypatch, start, end, sink, scratch):
     ops = SimpleNamespace(read=lambda layer, cache, blocks, values: (cache[blocks], None))
     layer = SimpleNamespace(impl=SimpleNamespace(scale=dim**-0.5))
     scores = PromptScores(kv_heads, 2, size)
-    plan = GroupPlan(repeats={"shadow": Repetition(3, prompt, start, end, sink)})
+    plan = GroupPlan(of={"kvzip": Repetitions({"shadow": Repetition(3, prompt, start, end, sink)})})
     scores.begin(Start(plan, set(), set(), set(), set(), None))
     metadata, done = SimpleNamespace(block_table=torch.stack((torch.zeros_like(table), table))), 64
 
@@ -355,7 +356,8 @@ def test_shares_in_parts_of_any_size(monkeypatch, start, end, sink, scratch):
     shares = logits.masked_fill(~(seen & (place <= place[:, None])), -torch.inf)[:, :, prompt:].softmax(-1)
     want = torch.zeros(2, kv_heads, prompt)
     want[:, :, start:end] = shares[..., start:end].unflatten(1, (kv_heads, -1)).amax((2, 3))
-    scores.begin(Start(GroupPlan(scored={"asker": (3, 64)}, forgotten=[3]), set(), set(), set(), set(), None))
+    plan = GroupPlan(of={"kvzip": Repetitions(scored={"asker": (3, 64)}, forgotten=[3])})
+    scores.begin(Start(plan, set(), set(), set(), set(), None))
     got, positions = scores.judged("asker", 79)
     torch.testing.assert_close(got[:, :, :64], want[:, :, :64])
     assert not got[:, :, 64:].any() and positions[1, 1].tolist() == list(range(80)) and not scores.numbers

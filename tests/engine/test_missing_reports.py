@@ -20,6 +20,7 @@ from vllm_evict.core.mechanisms.base import MOST_MISSES, Misses
 from vllm_evict.core.mechanisms.pressure import Offered
 from vllm_evict.core.plan import GroupPlan, Report
 from vllm_evict.core.reports import Inbox, flaw
+from vllm_evict.integration.engine.poison import Fills
 from vllm_evict.policies import POLICIES as ALL
 from vllm_evict.policies import Blocks
 
@@ -313,8 +314,8 @@ def test_a_mass_pass_that_reads_a_freed_block_shows(engine, complaints, monkeypa
     freed, stale = [], []
 
     def look(output, *_):
-        plan = getattr(output, PLAN)
-        freed[:] = [block for block in [*freed, *plan.poison] if block not in plan.clean]
+        fills = Fills.within(getattr(output, PLAN)) or Fills()
+        freed[:] = [block for block in [*freed, *fills.poison] if block not in fills.clean]
 
     def stale_mass(ops, call, measured):
         if freed:

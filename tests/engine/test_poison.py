@@ -7,6 +7,8 @@ from engine import PLAN, after, logprobs_of
 from oracle.model import DenseLlama
 from vllm.model_executor.layers.attention import Attention
 
+from vllm_evict.integration.engine.poison import Fills
+
 MASS = {"budget": 160, "buffer": 32, "sink": 32, "recent": 64}
 # Name -> the server's policy, what budgets requests ask for by policy, blocks of the pool.
 SERVERS = {
@@ -140,7 +142,8 @@ def check_crowd(engine, model, monkeypatch, policy, budgets, blocks, caching, de
             assert not torch.isnan(cache[sorted(held)]).any(), "a block in use holds poison"
         if plans:
             plan = plans.pop()
-            gone = sorted(set(plan.poison) - set(plan.clean))
+            fills = Fills.within(plan) or Fills()
+            gone = sorted(set(fills.poison) - set(fills.clean))
             poisoned += len(gone)
             for cache in caches:
                 assert torch.isnan(cache[gone]).all(), "a freed block was not poisoned"

@@ -24,6 +24,7 @@ from parts import published
 from vllm_evict.compute.kernel_blocks import KernelBlockViews
 from vllm_evict.compute.kernels.view import View
 from vllm_evict.config import KVPolicyError
+from vllm_evict.integration.engine.poison import Fills
 from vllm_evict.integration.worker import backend as backends
 from vllm_evict.integration.worker.latents import latent_types
 
@@ -212,7 +213,8 @@ def test_freed_blocks_are_never_read_and_all_come_back(engine, hybrids, poisoned
         tables = [table for manager in server.managers for table in manager.req_to_blocks.values()]
         held = [block.block_id for table in tables for block in table if not block.is_null]
         plan = plans.pop()
-        gone = sorted(set(plan.poison) - set(plan.clean))
+        fills = Fills.within(plan) or Fills()
+        gone = sorted(set(fills.poison) - set(fills.clean))
         poison.update(gone)
         for cache in caches:
             pages = cache.unflatten(0, (22, -1))

@@ -9,7 +9,8 @@ import torch
 
 from vllm_evict.core.audit import CLEARLY, Verdict, kept_label, missed_mass, wilson
 from vllm_evict.core.evidence import Promise
-from vllm_evict.core.plan import Report, Truncation
+from vllm_evict.core.plan import Report
+from vllm_evict.features.audit.plan import Truncation
 from vllm_evict.integration.engine import said
 from vllm_evict.integration.engine.answers import Loss, Losses
 from vllm_evict.integration.engine.audits import _penalises
@@ -123,7 +124,7 @@ def test_truncated_scores_are_those_of_vllms_sampler(truncation):
 
 
 def test_logits_are_made_in_pieces_of_the_rows_asked_for():
-    from vllm_evict.core.plan import ScoredRows
+    from vllm_evict.features.audit.plan import ScoredRows
 
     hidden, pieces = torch.arange(400.0)[:, None].expand(400, 3), []
 

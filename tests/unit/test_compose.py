@@ -1,7 +1,7 @@
 """Which parts a KV group's runtime has, by its policy, what parts do that do nothing, and a kind of order of one's own."""
 
 import pickle
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +15,7 @@ from vllm_evict.compute.runtime import EvictionRuntime
 from vllm_evict.compute.shape import Shape
 from vllm_evict.config import KVPolicyConfig
 from vllm_evict.core.host_pool import Copy
-from vllm_evict.core.plan import EvictionPlan, GroupPlan, Order
+from vllm_evict.core.plan import EvictionPlan, GroupPlan, Order, Payload
 
 SMALL = {"budget": 64, "sink": 16, "recent": 16, "allow": []}
 HOST = {"evict": "host", "host": "1MiB"}
@@ -103,15 +103,55 @@ def test_a_kind_of_order_that_the_plan_does_not_know():
     assert plan.orders == copies[1:]
 
 
+@dataclass(slots=True)
+class Packed(Payload):
+    """Packed blocks: request -> the parts that it reads; blocks that are packed no more."""
+
+    feature = "packs"
+
+    parts: dict[str, list[int]] = field(default_factory=dict)
+    dropped: list[int] = field(default_factory=list)
+
+    @property
+    def writes(self):
+        return self.dropped
+
+    def use(self, blocks):
+        self.dropped = [block for block in self.dropped if block not in blocks]
+
+
 def test_a_plan_travels_whole_and_drops_all_that_it_says_of_a_request():
-    plan = EvictionPlan([GroupPlan(untrack={"a"})], [Order("a", 0)], {"a": "rows"}, [5], [6], {"b"})
-    assert pickle.loads(pickle.dumps(plan)) == plan
+    plan = EvictionPlan([GroupPlan(untrack={"a"})], [Order("a", 0)], prompts={"b"})
     (told,) = plan.groups
     for each in fields(told):
-        if isinstance(of_requests := getattr(told, each.name), dict):
+        if each.name != "of" and isinstance(of_requests := getattr(told, each.name), dict):
             of_requests["a"] = each.name
+    Packed.add_to(told).parts["a"] = [1]
+    assert pickle.loads(pickle.dumps(plan)) == plan
     plan.forget("a")
     assert told == GroupPlan() and not plan.orders
+
+
+def test_a_payload_of_a_kind_that_the_plan_does_not_know():
+    """A feature adds to its payload, and finds it on the other side. What is of no request stays with the plan."""
+    plan = EvictionPlan.empty(1)
+    (group,) = plan.groups
+    assert Packed.within(plan) is Packed.within(group) is None and not plan.writes
+    for where in (plan, group):
+        told = Packed.add_to(where)
+        told.parts["a"], told.parts["b"] = [1], [2]
+        told.dropped += [5, 6]
+    assert Packed.add_to(plan) is plan.of["packs"] and plan.writes == [5, 6]
+    plan.use({5})
+    plan.forget("a")
+    there = pickle.loads(pickle.dumps(plan))
+    assert Packed.within(there) == Packed({"a": [1], "b": [2]}, [6])
+    assert Packed.within(there.groups[0]) == Packed({"b": [2]}, [5, 6])
+    plan.forget("b")
+    assert Packed.within(group) == Packed(dropped=[5, 6])
+    group.of["packs"].dropped.clear()
+    plan.forget("b")
+    assert group == GroupPlan()
 
 
 def test_a_plan_drops_orders_that_came_after_it_dropped_as_many():

@@ -84,7 +84,9 @@ def test_pages_on_the_code_name_what_it_has(page):
 
 
 def test_a_name_that_is_misspelt_is_found():
-    text = "`Mechanism.on_preempt`, `core/plans.py`, `plan.of(Due)`, `core/plan.py`, `looks.py`, `bring`, `make lint`"
+    text = (
+        "`Mechanism.on_preempt`, `core/plans.py`, `plan.notes(Due)`, `core/plan.py`, `looks.py`, `bring`, `make lint`"
+    )
     assert list(unknown(text)) == ["on_preempt", "core/plans.py", "looks.py", "bring"]
 
 

@@ -2,7 +2,7 @@
 
 from vllm_evict.config import KVPolicyConfig
 from vllm_evict.core.blocks import RequestBlocks
-from vllm_evict.core.host_pool import HostPool
+from vllm_evict.core.host_pool import HostPool, Reached
 from vllm_evict.core.plan import EvictionPlan
 
 FULL = KVPolicyConfig(name="full", evict="host", host="1MiB")
@@ -21,7 +21,9 @@ def test_a_prefix_is_on_the_host_once_and_stays_until_its_room_is_needed():
     pool.spill(plan, "a", 0, a, [4, 5, 6], [40, 50, 60], ["four", "five", None])
     pool.spill(plan, "b", 0, b, [4, 5], [41, 51], ["four", "other"])
     assert [(copy.req_id, copy.physical) for copy in plan.orders] == [("", 40), ("", 50), ("a", 60), ("", 51)]
-    assert numbers(a)[0] == numbers(b)[0] and plan.groups[0].reached["b"] == dict(zip([4, 5], numbers(b)))
+    assert numbers(a)[0] == numbers(b)[0] and Reached.within(plan.groups[0]).blocks["b"] == dict(
+        zip([4, 5], numbers(b))
+    )
     assert (pool.used, pool.available, pool.unused) == (4, 2, 0)
     four, private = numbers(a)[0], numbers(a)[2]
     pool.release(plan, a)

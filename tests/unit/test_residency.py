@@ -243,7 +243,7 @@ def test_a_sessions_next_turn_is_pure_only_as_far_as_the_last_one_is_kept():
 def decided(blocks, incarnation, running):
     """Blocks evicted by the decision on a request that was due, which runs or is a session between two turns."""
     plan, computed = EvictionPlan.empty(1), 12 * BLOCK
-    plan.of(Due)[0]["r"] = incarnation
+    plan.notes(Due)[0]["r"] = incarnation
     request = SimpleNamespace(request_id="r", num_computed_tokens=computed, num_in_flight_tokens=0)
     host = SimpleNamespace(
         groups=[SimpleNamespace(number=0, residents={"r": blocks})],

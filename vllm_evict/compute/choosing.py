@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional
 
 from ..config import KVPolicyConfig
-from ..core.plan import RoomOf
+from ..core.host_pool import RoomOf
 from .index import BlockIndex
 from .kernels.logits import learned_sinks, logits_of
 from .kernels.moved import moved
@@ -60,7 +60,7 @@ class Choosing(Source, ABC):
 
     Attributes:
         dense: places of layers that read all resident blocks.
-        counts: int32 [slots, 3], what layers of decodes have read on the host (see `core.plan.COUNTED`).
+        counts: int32 [slots, 3], what layers of decodes have read on the host (see `core.host_pool.COUNTED`).
     """
 
     reads_all = False

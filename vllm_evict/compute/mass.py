@@ -4,6 +4,8 @@ from collections.abc import Mapping, Set
 
 import torch
 
+from ..core.actions import Judged
+from ..core.mechanisms.shared import SharedHoles
 from ..core.plan import Reports
 from ..policies import RUNNING
 from . import measure
@@ -47,8 +49,10 @@ class SumsProbe(Probe):
                 sums.set_holes(req_id, holes.count(req_id))
         for req_id, trigger in plan.triggers.items():
             sums.set_trigger(req_id, trigger)
-        for req_id in start.changed | plan.missing.keys():
-            sums.set_holes(req_id, plan.missing.get(req_id, holes.count(req_id)))
+        shared = SharedHoles.within(plan)
+        counts = {} if shared is None else shared.counts
+        for req_id in start.changed | counts.keys():
+            sums.set_holes(req_id, counts.get(req_id, holes.count(req_id)))
 
 
 class BlockMass(SumsProbe):
@@ -155,7 +159,8 @@ class TokenMass(SumsProbe):
 
     def begin(self, start: Start) -> None:
         super().begin(start)
-        self._judged = start.plan.judged
+        told = Judged.within(start.plan)
+        self._judged = {} if told is None else told.numbers
 
     def allocate(self, capacity: Capacity) -> None:
         if capacity.ahead:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..core.plan import Repetition
+from ..features.kvzip.plan import Repetition, Repetitions
 from .holes import Start
 from .kernels.logits import logits_of, probabilities, soft_capped
 from .needs import OF_DIMENSION, OF_TOKEN, Needs
@@ -87,17 +87,18 @@ class PromptScores(Probe):
 
     def begin(self, start: Start) -> None:
         """Apply a plan: drop requests that are gone, start repetitions, assign scores to requests, drop prompts."""
-        plan = start.plan
         for req_id in () if self.is_empty else start.gone | start.resumed:
             self._repeating.pop(req_id, None)
             self._requests.pop(req_id, None)
-        for req_id, repetition in plan.repeats.items():
+        if (told := Repetitions.within(start.plan)) is None:
+            return
+        for req_id, repetition in told.repeats.items():
             self._repeating[req_id] = repetition
             if repetition.prompt not in self._prompts:
                 self._prompts[repetition.prompt] = torch.zeros(*self.shape, repetition.length, device=self.device)
-        for req_id, (prompt, length) in plan.scored.items():
+        for req_id, (prompt, length) in told.scored.items():
             self._requests[req_id] = self._tokens(self._prompts[prompt][:, :, :length])
-        for prompt in plan.forgotten:
+        for prompt in told.forgotten:
             self._prompts.pop(prompt, None)
 
     def fits_graph(self, requests: Set[str]) -> bool:

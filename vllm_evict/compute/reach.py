@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from ..config import KVPolicyConfig
+from ..core.host_pool import READ_ON_HOST, Reached, RoomOf
 from ..core.mechanisms.staging import staging_blocks
-from ..core.plan import READ_ON_HOST, RoomOf
 from .choosing import Chooser, Choosing
 from .holes import Start
 from .host_copies import HostCopies
@@ -63,9 +63,11 @@ class Reach(Choosing):
         for req_id in start.gone | start.resumed if self._of else ():
             if req_id in self._of:
                 self._forget(req_id)
-        for req_id, there in start.plan.reached.items():
+        if (told := Reached.within(start.plan)) is None:
+            return
+        for req_id, there in told.blocks.items():
             if (its := self._of.get(req_id)) is None:
-                its = self._of[req_id] = self._new(start.plan.rooms[req_id])
+                its = self._of[req_id] = self._new(told.rooms[req_id])
             self._on_host[its.slot, list(there)] = list(there.values())
             self._numbers[its.slot] = to_device(self._on_host[its.slot], self._device)
             self._steps_of[its.slot] = 0

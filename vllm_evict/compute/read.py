@@ -14,7 +14,7 @@ import torch
 
 from ..config import KVPolicyConfig
 from ..config.sizes import TILE
-from ..core.plan import RoomOf
+from ..core.host_pool import RoomOf
 from .batch import Batch
 from .choosing import Choosing
 from .holes import Start

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..config import KVPolicyConfig
 from .blocks import RequestBlocks
-from .plan import Order, Report
+from .plan import Order, Payload, Report
 from .residence import NO_BLOCKS
 
 
@@ -41,7 +41,7 @@ class Compaction(Work):
         length: computed tokens in `source`.
         first, count: range of `source` whose tokens are candidates.
         position: position of the newest computed token.
-        judged: number of the decision (see `GroupPlan.judged`).
+        judged: number of the decision (see `Judged`).
     """
 
     config: KVPolicyConfig
@@ -50,6 +50,20 @@ class Compaction(Work):
     count: int
     position: int
     judged: int = 0
+
+
+@dataclass(slots=True)
+class Judged(Payload):
+    """Decisions by token that may follow a step.
+
+    Attributes:
+        numbers: request that the decision may take tokens from -> number of the decision. Workers copy the request's
+            sums after the step.
+    """
+
+    feature = "tokens"
+
+    numbers: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +138,7 @@ def back_to_budget(
         computed_tokens: tokens whose step is done.
         report: statistics of the blocks; if None, the oldest blocks go first. Not read with token granularity, where
             workers choose tokens by their own sums.
-        judged: number of the decision, by which workers know these sums (see `GroupPlan.judged`).
+        judged: number of the decision, by which workers know these sums (see `Judged`).
     """
     if blocks.config.granularity == "block":
         victims = blocks.choose(computed_tokens, report)

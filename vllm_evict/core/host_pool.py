@@ -2,11 +2,19 @@
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
+from typing import NamedTuple
 
 from .blocks import RequestBlocks
-from .plan import EvictionPlan, Order
+from .plan import EvictionPlan, Order, Payload
+
+#: Attribute of a `ModelRunnerOutput` that holds what layers of decodes have read on the host, request -> int32 [3], by
+#: `COUNTED`; absent without any.
+READ_ON_HOST = "kv_evict_read_on_host"
+#: What is counted of blocks that a layer has chosen on the host: those that it copied into the room, those that were
+#: there, and those that the bound `fetch` cut.
+COUNTED = ("fetched", "in_room", "cut")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +30,35 @@ class Copy(Order):
     kind: str
     physical: int
     number: int
+
+
+class RoomOf(NamedTuple):
+    """The device blocks of a request into which workers bring what its layers read from the host.
+
+    Attributes:
+        first: its first logical block; blocks before it are sinks.
+        blocks: their number.
+        recent: blocks at the end of the request that layers always read.
+    """
+
+    first: int
+    blocks: int
+    recent: int
+
+
+@dataclass(slots=True)
+class Reached(Payload):
+    """Blocks of the host that layers read from a step on.
+
+    Attributes:
+        rooms: request -> its room, whose blocks hold what workers choose from this step on.
+        blocks: request -> {logical block: host block}.
+    """
+
+    feature = "host"
+
+    rooms: dict[str, RoomOf] = field(default_factory=dict)
+    blocks: dict[str, dict[int, int]] = field(default_factory=dict)
 
 
 def runs(copies: Iterable[Copy]) -> Iterator[tuple[str, list[Copy]]]:
@@ -118,7 +155,7 @@ class HostPool:
     def give(self, plan: EvictionPlan, req_id: str, group: int, blocks: RequestBlocks, there: dict[int, int]) -> None:
         """Note that a request has {logical block: host block}, which it uses, and tell workers so."""
         blocks.residence.host |= there
-        plan.groups[group].reached.setdefault(req_id, {}).update(there)
+        Reached.add_to(plan.groups[group]).blocks.setdefault(req_id, {}).update(there)
 
     def keep(self, plan: EvictionPlan, group: int, block_hash: Hashable, physical: int) -> int | None:
         """Keep a block that no request needs, until its room is needed.

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -10,18 +10,11 @@ from ..config import KVPolicyConfig
 from ..policies import RUNNING
 
 N = TypeVar("N")
+P = TypeVar("P", bound="Payload")
 #: Attribute of a `SchedulerOutput` that holds the step's `EvictionPlan`.
 PLAN = "kv_evict_plan"
 #: Attribute of a `ModelRunnerOutput` that holds a list of `Reports`, one for each KV group.
 REPORTS = "kv_evict_reports"
-#: Attribute of a `ModelRunnerOutput` that holds scored rows, request -> float32 [rows, 5]; absent without any.
-SCORED = "kv_evict_scored"
-#: Attribute of a `ModelRunnerOutput` that holds what layers of decodes have read on the host, request -> int32 [3], by
-#: `COUNTED`; absent without any.
-READ_ON_HOST = "kv_evict_read_on_host"
-#: What is counted of blocks that a layer has chosen on the host: those that it copied into the room, those that were
-#: there, and those that the bound `fetch` cut.
-COUNTED = ("fetched", "in_room", "cut")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,24 +57,6 @@ class Scoring:
 
 
 @dataclass(frozen=True, slots=True)
-class Repetition:
-    """The part of a prompt that one shadow repeats, for scores by token.
-
-    Attributes:
-        prompt: number under which workers keep the prompt's scores.
-        length: tokens of the prompt. Queries at later positions count.
-        start, end: range of repeated tokens.
-        sink: leading tokens of the prompt that queries see beside the repeated tokens.
-    """
-
-    prompt: int
-    length: int
-    start: int
-    end: int
-    sink: int
-
-
-@dataclass(frozen=True, slots=True)
 class Order:
     """Work on blocks of one request that workers do before the step writes any block.
 
@@ -98,48 +73,50 @@ class Order:
     group: int
 
 
-class RoomOf(NamedTuple):
-    """The device blocks of a request into which workers bring what its layers read from the host.
+@dataclass(slots=True)
+class Payload:
+    """What the scheduler's half of a feature tells the half on workers with a plan.
+
+    Each feature that tells something has a subclass, a dataclass of containers. Plans carry payloads by the feature's
+    name (`GroupPlan.of`, `EvictionPlan.of`), and nobody else reads them. A plan without news has none.
 
     Attributes:
-        first: its first logical block; blocks before it are sinks.
-        blocks: their number.
-        recent: blocks at the end of the request that layers always read.
+        feature: name of the feature.
     """
 
-    first: int
-    blocks: int
-    recent: int
+    feature: ClassVar[str] = ""
 
+    @classmethod
+    def add_to(cls: type[P], plan: "GroupPlan | EvictionPlan") -> P:
+        """Return a plan's payload, to add to it; it is made when first asked for."""
+        payload: P | None = plan.of.get(cls.feature)
+        if payload is None:
+            payload = plan.of[cls.feature] = cls()
+        return payload
 
-class Truncation(NamedTuple):
-    """The tokens that a request may sample, as vLLM's sampling parameters have them.
+    @classmethod
+    def within(cls: type[P], plan: "GroupPlan | EvictionPlan") -> P | None:
+        """Return a plan's payload; None if it has none."""
+        payload: P | None = plan.of.get(cls.feature)
+        return payload
 
-    Attributes:
-        top_k: the likeliest ones; 0: all.
-        top_p: the likeliest ones that have so much probability together.
-        min_p: those that have so much of the probability of the likeliest one.
-    """
+    @property
+    def writes(self) -> Collection[int]:
+        """Physical blocks of the pool that workers write because of the payload."""
+        return ()
 
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    def use(self, blocks: Collection[int]) -> None:
+        """Note that freed physical blocks are in use again before workers get the plan."""
 
-
-class ScoredRows(NamedTuple):
-    """Rows of a step that workers score: how likely the token after each row is, as the model sees it.
-
-    Attributes:
-        first: index of the first row among those that the request computes in the step.
-        tokens: for each row the token after it.
-        temperature: divides the logits.
-        truncation: the tokens that could be sampled; None: all.
-    """
-
-    first: int
-    tokens: list[int]
-    temperature: float
-    truncation: Truncation | None = None
+    def forget(self, req_id: str) -> bool:
+        """Drop what a group's payload says of a request: its dicts are by request. Return whether anything is left."""
+        left = False
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, dict):
+                value.pop(req_id, None)
+            left = left or bool(value)
+        return left
 
 
 @dataclass(slots=True)
@@ -149,67 +126,47 @@ class GroupPlan:
     Attributes:
         changes: request -> {logical block: its physical block, or `HOLE`} of each block whose place changed since the
             last plan. Workers replay it: only where a block is now counts, not how it came there.
-        missing: request -> number of holes by which a worker foresees the next decision, in place of its count.
         track: request -> how workers measure it from this step on, from zero.
         untrack: requests that workers stop to measure.
         triggers: request -> new trigger in blocks. The request's sums go on.
         report: request -> statistics that workers report with this step's output.
-        judged: request from which this step's decision may evict tokens -> number of the decision. Workers copy its
-            sums after the step.
-        repeats: shadow that starts in this step -> the tokens that it repeats.
-        scored: request -> (number of a prompt, tokens). The scores of these tokens become the request's.
-        forgotten: numbers of prompts whose scores workers drop.
-        rooms: request -> its room, whose blocks hold what workers choose from this step on.
-        reached: request -> {logical block: host block} of blocks that its layers read on the host from this step on.
+        of: feature -> its payload (see `Payload`).
     """
 
     changes: dict[str, dict[int, int]] = field(default_factory=dict)
-    missing: dict[str, int] = field(default_factory=dict)
     track: dict[str, Scoring] = field(default_factory=dict)
     untrack: set[str] = field(default_factory=set)
     triggers: dict[str, int] = field(default_factory=dict)
     report: dict[str, frozenset[str]] = field(default_factory=dict)
-    judged: dict[str, int] = field(default_factory=dict)
-    repeats: dict[str, Repetition] = field(default_factory=dict)
-    scored: dict[str, tuple[int, int]] = field(default_factory=dict)
-    forgotten: list[int] = field(default_factory=list)
-    rooms: dict[str, RoomOf] = field(default_factory=dict)
-    reached: dict[str, dict[int, int]] = field(default_factory=dict)
+    of: dict[str, Any] = field(default_factory=dict)
 
     def forget(self, req_id: str) -> None:
         """Drop all that the plan says of a request."""
-        for name in _BY_REQUEST:
-            getattr(self, name).pop(req_id, None)
+        for each in (self.changes, self.track, self.triggers, self.report):
+            each.pop(req_id, None)
         self.untrack.discard(req_id)
-
-
-_BY_REQUEST = tuple(each.name for each in fields(GroupPlan) if each.default_factory is dict)
+        for feature, payload in list(self.of.items()):
+            if not payload.forget(req_id):
+                del self.of[feature]
 
 
 @dataclass(slots=True)
 class EvictionPlan:
     """What the scheduler tells workers with a step. Workers apply it before they run the step.
 
-    Notes of mechanisms on the step are `of` a class of the mechanism's. They stay with the scheduler, as all fields do
-    that are not given to the constructor.
+    A mechanism's `notes` on the step stay with the scheduler, as all fields do that are not given to the constructor.
 
     Attributes:
         groups: a plan for each KV group.
         orders: of all kinds, as they were decided and are carried out: one may write what one before reads, or read
             what one before wrote.
-        rows: request -> its rows that workers score in the step.
-        poison: freed physical blocks to fill with NaN (tests only).
-        clean: reallocated physical blocks to fill with zeros (tests only).
-        unread: requests of which other processes may still read blocks; the step waits until they have.
+        of: feature -> its payload for all KV groups (see `Payload`).
         prompts: requests of which the step computes one token that is no decode (see `mechanisms.base.decodes`).
     """
 
     groups: list[GroupPlan]
     orders: list[Order] = field(default_factory=list)
-    rows: dict[str, ScoredRows] = field(default_factory=dict)
-    poison: list[int] = field(default_factory=list)
-    clean: list[int] = field(default_factory=list)
-    unread: set[str] = field(default_factory=set)
+    of: dict[str, Any] = field(default_factory=dict)
     prompts: set[str] = field(default_factory=set)
     _notes: dict[Any, Any] = field(default_factory=dict, init=False)
     #: Number of orders when their requests were last collected, and these requests.
@@ -218,7 +175,7 @@ class EvictionPlan:
     def __reduce__(self) -> tuple[Any, ...]:
         return EvictionPlan, tuple(getattr(self, each.name) for each in fields(self) if each.init)
 
-    def of(self, kind: Callable[[], N]) -> N:
+    def notes(self, kind: Callable[[], N]) -> N:
         """Return a mechanism's notes on the step: the object of this class, which is made when first asked for."""
         notes: N | None = self._notes.get(kind)
         if notes is None:
@@ -227,8 +184,13 @@ class EvictionPlan:
 
     def use(self, blocks: Collection[int]) -> None:
         """Note that freed physical blocks are in use again before workers get this plan."""
-        if self.poison:
-            self.poison = [block for block in self.poison if block not in blocks]
+        for payload in self.of.values():
+            payload.use(blocks)
+
+    @property
+    def writes(self) -> list[int]:
+        """Physical blocks of the pool that workers write because of payloads, not of orders."""
+        return [block for payload in self.of.values() for block in payload.writes]
 
     def forget(self, req_id: str) -> None:
         """Drop what the plan says of a request that has no block table any more."""

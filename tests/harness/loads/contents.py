@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from vllm_evict.core.plan import RoomOf, ScoredRows
+from vllm_evict.core.host_pool import RoomOf
+from vllm_evict.features.audit.plan import ScoredRows
 
 from .program import STOP, VOCABULARY
 

@@ -15,9 +15,12 @@ from parts import orders_of
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
-from vllm_evict.core.actions import Compaction, KeyRotation
-from vllm_evict.core.plan import PLAN, REPORTS, SCORED, EvictionPlan, Report, Reports
+from vllm_evict.core.actions import Compaction, Judged, KeyRotation
+from vllm_evict.core.plan import PLAN, REPORTS, EvictionPlan, Report, Reports
 from vllm_evict.core.residence import HOLE
+from vllm_evict.features.audit.plan import SCORED, AuditedRows
+from vllm_evict.features.kvzip.plan import Repetitions
+from vllm_evict.integration.engine.poison import Fills
 from vllm_evict.policies import RUNNING
 
 from .contents import MASK, POISON, SALTS, SCORES, TURN, Counts, Fault, Row, scored
@@ -82,12 +85,9 @@ class Worker:
         after = self._rearrange(plan)
         if self.host is not None:
             self.host.obey(plan, self)
-        for block in plan.poison:
-            self.memory[block] = POISON
-            self.written.add(block)
-        for block in plan.clean:
-            self.memory[block] = 0
-            self.written.add(block)
+        if (fills := Fills.within(plan)) is not None:
+            self.memory[fills.poison], self.memory[fills.clean] = POISON, 0
+            self.written.update(fills.poison, fills.clean)
         starts = self._take_blocks(output, plan)
         self._take_changes(plan, after, {new.req_id for new in output.scheduled_new_reqs})
         if self.host is not None:
@@ -109,13 +109,13 @@ class Worker:
         made = ModelRunnerOutput(req_ids, {req_id: at for at, req_id in enumerate(req_ids)}, sampled)
         settled = {req_id: count - drafts.get(req_id, 0) for req_id, count in output.num_scheduled_tokens.items()}
         for told in plan.groups:
-            for req_id, number in told.judged.items():
+            for req_id, number in judged.numbers.items() if (judged := Judged.within(told)) else ():
                 self._alive(req_id, "a decision").judged.add(number)
         reports = self._reports(plan, starts, settled)
         if any(reports):
             setattr(made, REPORTS, reports)
-        if plan.rows:
-            setattr(made, SCORED, scored(self.rows, starts, plan.rows, self.counts))
+        if (asked := AuditedRows.within(plan)) is not None:
+            setattr(made, SCORED, scored(self.rows, starts, asked.of_requests, self.counts))
         return made
 
     # --- plans --------------------------------------------------------------------------------------------------------
@@ -310,11 +310,13 @@ class Worker:
             for req_id in told.triggers:
                 if not self._alive(req_id, "a trigger").tracked[number]:
                     raise Fault("orders", f"{req_id} has a trigger and is not measured")
-            for req_id, repetition in told.repeats.items():
+            if (repetitions := Repetitions.within(told)) is None:
+                continue
+            for req_id, repetition in repetitions.repeats.items():
                 self._alive(req_id, "a repetition")
                 self._repeating[req_id] = repetition
                 self.prompts.setdefault(repetition.prompt, (repetition.length, set()))
-            for req_id, (prompt, length) in told.scored.items():
+            for req_id, (prompt, length) in repetitions.scored.items():
                 self._alive(req_id, "scores")
                 if prompt not in self.prompts:
                     raise Fault("scores", f"{req_id} is to have scores of prompt {prompt}, which are not there")
@@ -323,7 +325,7 @@ class Worker:
                     raise Fault(
                         "scores", f"{req_id}: {len(repeated)} of {tokens} tokens were repeated, {length} wanted"
                     )
-            for prompt in told.forgotten:
+            for prompt in repetitions.forgotten:
                 self.prompts.pop(prompt, None)
 
     # --- steps --------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, maybe_conv
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_evict.core.actions import Action
-from vllm_evict.core.host_pool import Copy
+from vllm_evict.core.host_pool import Copy, Reached
 from vllm_evict.core.mechanisms.staging import staging_blocks
 from vllm_evict.core.plan import EvictionPlan
 from vllm_evict.integration.engine.reaching import Reaching
@@ -57,10 +57,11 @@ class HostTier:
     def take(self, plan: EvictionPlan, worker: "Worker") -> None:
         """Note what requests have on the host from this step on, and their rooms."""
         (told,) = plan.groups
-        for req_id, there in told.reached.items():
+        reached = Reached.within(told)
+        for req_id, there in reached.blocks.items() if reached else ():
             row = worker._alive(req_id, "blocks on the host")
             row.on_host.update(there)
-            row.room = told.rooms.get(req_id, row.room)
+            row.room = reached.rooms.get(req_id, row.room)
             if row.room is None:
                 raise Fault("host", f"{req_id} has {there} on the host, and no room")
 

@@ -8,6 +8,7 @@ from parts import part_of
 from loads.pages import numbers
 from vllm_evict.compute.host_copies import HostCopies
 from vllm_evict.compute.reach import Reach
+from vllm_evict.core.host_pool import Reached
 from vllm_evict.integration.engine.reaching import Reaching
 
 
@@ -78,7 +79,8 @@ class HostMemory:
         `drafting`: those that a drafter's layers do not read: all of the rooms.
         """
         (manager,), (group,) = self.scheduler.kv_managers, self.scheduler.next_plan.groups
-        rooms = {req_id: (room, None) for req_id, room in group.rooms.items()}
+        reached = Reached.within(group)
+        rooms = {req_id: (room, None) for req_id, room in reached.rooms.items()} if reached else {}
         rooms |= {req_id: (its.room, its.slot) for req_id, its in self._reach._of.items()}
         found = set()
         for req_id, (room, slot) in rooms.items():

@@ -16,6 +16,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_evict.core.mechanisms.base import Due, Misses
 from vllm_evict.core.plan import PLAN
+from vllm_evict.features.kvzip.plan import Repetitions
 from vllm_evict.integration.engine.audits import Audits
 from vllm_evict.integration.engine.reconstruction import OVERLAP, Reconstructions, Scored, parts
 from vllm_evict.integration.engine.shadows import ShadowRequests
@@ -119,7 +120,7 @@ class Invariants(HostInvariants):
         with several holders before the decisions of this step), or if the pool has room for all decisions, in all KV
         groups: `free` blocks, before them and after. Without these it tries again with its next block.
         """
-        due = [getattr(output, PLAN).of(Due)[number].keys() for number in range(len(self.evictable))]
+        due = [getattr(output, PLAN).notes(Due)[number].keys() for number in range(len(self.evictable))]
         decisions = sum(map(len, due))
         pools = self.scheduler.kv_policy.allocator.pools
         for req_id, (row, turns) in rows.items():
@@ -382,9 +383,11 @@ class Invariants(HostInvariants):
         if scheduler.usages._stoppable:
             raise Fault("left", f"usage of {list(scheduler.usages._stoppable)}")
         for group in scheduler._plan.groups:
-            told = {name: getattr(group, name) for name in group.__slots__ if name not in ("forgotten",)}
-            if any(told.values()):
-                raise Fault("left", f"of plans: {told}")
+            told = {name: getattr(group, name) for name in group.__slots__ if name != "of"}
+            told |= {feature: payload for feature, payload in group.of.items() if feature != Repetitions.feature}
+            repetitions = Repetitions.within(group)
+            if any(told.values()) or (repetitions and (repetitions.repeats or repetitions.scored)):
+                raise Fault("left", f"of plans: {told}, {repetitions}")
         if any(order.req_id for order in scheduler._plan.orders):
             raise Fault("left", f"orders: {scheduler._plan}")
         for part in scheduler.mechanisms.of(Audits):
@@ -400,7 +403,8 @@ class Invariants(HostInvariants):
             for name in ("_jobs", "_shadow"):
                 if getattr(reconstructions, name):
                     raise Fault("left", f"reconstructions: {name} {getattr(reconstructions, name)}")
-            forgotten = set(scheduler._plan.groups[0].forgotten)
+            repetitions = Repetitions.within(scheduler._plan.groups[0])
+            forgotten = set(repetitions.forgotten) if repetitions else set()
             kept = {scores for _, scores in reconstructions.scores._prompts.values() if isinstance(scores, int)}
             if self.worker.prompts.keys() - forgotten != kept:
                 raise Fault("left", f"scores of prompts {set(self.worker.prompts)} at workers, {kept} at the scheduler")

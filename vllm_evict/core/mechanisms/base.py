@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from ...config import KVPolicyConfig
-from ..actions import Action, Applied
+from ..actions import Action, Applied, Judged
 from ..blocks import RequestBlocks
 from ..plan import EvictionPlan, Report, Reports
 from ..residence import NO_BLOCKS
@@ -165,7 +165,7 @@ class Mechanism(ABC):
     """One way in which requests lose blocks, get them back, or have them moved; or what follows from that.
 
     The scheduler calls the hooks below, of which each does nothing by default, and knows no mechanism by name. State of
-    a request is `RequestBlocks.of` a class of the mechanism's, and notes on a step are `EvictionPlan.of` one.
+    a request is `RequestBlocks.of` a class of the mechanism's, and so are `EvictionPlan.notes` on a step.
 
     Args:
         view: the scheduler.
@@ -232,7 +232,7 @@ class Mechanism(ABC):
 
     def cancel(self, plan: EvictionPlan, req_id: str) -> None:
         """Decide nothing on a request after the step of this plan: the step read blocks that did not come."""
-        for due in plan.of(Due).values():
+        for due in plan.notes(Due).values():
             due.pop(req_id, None)
 
     def decide(self, plan: EvictionPlan, reports: Sequence[Reports]) -> Iterable[Action]:
@@ -303,16 +303,16 @@ class Mechanism(ABC):
     def note_due(self, plan: EvictionPlan, group: Group, req_id: str) -> None:
         """Note a request as due after this step, and ask workers for the statistics that its decision needs."""
         blocks, noted = group.residents[req_id], plan.groups[group.number]
-        plan.of(Due)[group.number][req_id] = blocks.incarnation
+        plan.notes(Due)[group.number][req_id] = blocks.incarnation
         if blocks.config.granularity == "token":
-            noted.judged[req_id] = self.view.current_step
+            Judged.add_to(noted).numbers[req_id] = self.view.current_step
         elif blocks.measured:
             noted.report[req_id] = blocks.config.policy.measures
 
     def due(self, plan: EvictionPlan) -> Iterator[tuple[Group, Any, RequestBlocks]]:
         """Yield the requests that the plan notes as due, if they still run and have not restarted."""
         for group in self.view.groups:
-            for req_id, incarnation in plan.of(Due)[group.number].items():
+            for req_id, incarnation in plan.notes(Due)[group.number].items():
                 request = self.view.running_request(req_id)
                 if request is not None and group.residents[req_id].incarnation == incarnation:
                     yield group, request, group.residents[req_id]

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ...config import KVPolicyConfig
-from ..actions import Action, back_to_budget
+from ..actions import Action, Judged, back_to_budget
 from ..blocks import RequestBlocks
 from ..plan import EvictionPlan, Reports
 from .base import Due, Group, Mechanism, Step, settled
@@ -30,7 +30,8 @@ class Budget(Mechanism):
             by_block = blocks.config.granularity == "block"
             if by_block and blocks.measured and self.waits_for(report, request.request_id, blocks):
                 continue
-            judged = plan.groups[group.number].judged.get(request.request_id, 0)
+            told = Judged.within(plan.groups[group.number])
+            judged = 0 if told is None else told.numbers.get(request.request_id, 0)
             action = back_to_budget(request.request_id, group.number, blocks, settled(request), report, judged)
             if action is not None:
                 yield action
@@ -42,7 +43,7 @@ class Budget(Mechanism):
         that profiles prompts (`profiles`) chooses first what a group keeps, while the request runs.
         """
         for group in self.view.groups:
-            for req_id, incarnation in plan.of(Due)[group.number].items():
+            for req_id, incarnation in plan.notes(Due)[group.number].items():
                 session, blocks = self.view.idle_session(req_id), group.residents.get(req_id)
                 if session is None or blocks is None or blocks.incarnation != incarnation:
                     continue

@@ -82,7 +82,7 @@ class Pressure(Mechanism):
                 stale = now - offered.asked_at >= SCORES_STAY_FRESH
                 if stale or offered.unscored(math.ceil(tokens / group.block_size)) > 1:
                     noted.report[req_id] = blocks.config.policy.measures
-                    plan.of(Asked)[group.number][req_id] = blocks.incarnation
+                    plan.notes(Asked)[group.number][req_id] = blocks.incarnation
                     offered.asked_at = now
 
     def decide(self, plan: EvictionPlan, reports: Sequence[Reports]) -> Iterable[Action]:
@@ -91,7 +91,7 @@ class Pressure(Mechanism):
 
     def keep(self, plan: EvictionPlan, reports: Sequence[Reports]) -> bool:
         """Keep the reports for the time when the pool runs out; return whether the plan asked for any."""
-        asked = plan.of(Asked)
+        asked = plan.notes(Asked)
         for group, reported in zip(self.view.groups, reports):
             for req_id, incarnation in asked[group.number].items():
                 blocks = group.residents.get(req_id)
@@ -104,7 +104,7 @@ class Pressure(Mechanism):
         return any(asked.values())
 
     def cancel(self, plan: EvictionPlan, req_id: str) -> None:
-        for asked in plan.of(Asked).values():
+        for asked in plan.notes(Asked).values():
             asked.pop(req_id, None)
 
     def choose(

@@ -1,13 +1,27 @@
 """Decides on all KV groups of a request together, for allocators whose KV groups share a budget (`ada`)."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 
 from ...config import KVPolicyConfig
 from ..actions import Action
 from ..blocks import choose_jointly, over_shared_trigger
-from ..plan import EvictionPlan, Reports
+from ..plan import EvictionPlan, Payload, Reports
 from .base import Mechanism, Step, settled
+
+
+@dataclass(slots=True)
+class SharedHoles(Payload):
+    """Holes by which workers foresee the next decision, where KV groups differ in holes.
+
+    Attributes:
+        counts: request -> number of holes, in place of the group's own.
+    """
+
+    feature = "shared budget"
+
+    counts: dict[str, int] = field(default_factory=dict)
 
 
 class SharedBudget(Mechanism):
@@ -41,4 +55,4 @@ class SharedBudget(Mechanism):
             # Groups differ in holes. Workers foresee the next decision by the mean.
             missing = sum(map(len, chosen)) and sum(blocks.holes for blocks in held) // len(held)
             for told in self.view.next_plan.groups if missing else ():
-                told.missing[req_id] = missing
+                SharedHoles.add_to(told).counts[req_id] = missing

@@ -9,8 +9,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from ...config import BEAM
 from ...core.audit import kept_label
-from ...core.plan import Truncation
 from ...core.residence import NO_BLOCKS
+from ...features.audit.plan import Truncation
 
 #: Ends of requests whose answers are no whole ones.
 CUT_OFF = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_IGNORED, RequestStatus.FINISHED_ERROR)

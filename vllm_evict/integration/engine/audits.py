@@ -25,7 +25,8 @@ from ...core.audit import CONTROL, KEPT, Verdict, missed_mass
 from ...core.blocks import RequestBlocks
 from ...core.evidence import Promise
 from ...core.mechanisms import Mechanism, Metric, Step
-from ...core.plan import SCORED, EvictionPlan, Reports, ScoredRows, Scoring
+from ...core.plan import EvictionPlan, Reports, Scoring
+from ...features.audit.plan import SCORED, AuditedRows, ScoredRows
 from ..start.capabilities.refuse import measures_mass
 from . import said
 from .answers import AuditedAnswer, Loss, Losses, served_tokens, unfit
@@ -341,7 +342,8 @@ class Audits(Mechanism):
         if end > (first := max(start, answer.first)):
             tokens = answer.token_ids[first + 1 : end + 1]
             temperature = 1.0 if answer.greedy else answer.request.sampling_params.temperature
-            plan.rows[shadow.request.request_id] = ScoredRows(first - start, tokens, temperature, answer.truncation)
+            rows = ScoredRows(first - start, tokens, temperature, answer.truncation)
+            AuditedRows.add_to(plan).of_requests[shadow.request.request_id] = rows
         if shadow.measured and end >= shadow.request.num_prompt_tokens:
             plan.groups[0].report[shadow.request.request_id] = MASS
 

@@ -11,7 +11,7 @@ from ...config import KVPolicyConfig
 from ...core.actions import Applied
 from ...core.blocks import RequestBlocks
 from ...core.mechanisms import Mechanism
-from ..start.connectors import LMCACHE, named, of_lmcache
+from ..start.connectors import LMCACHE, Unread, named, of_lmcache
 from .allocation import Reads
 from .view import EngineView
 
@@ -135,7 +135,7 @@ class OffloadingFollower(Follower):
     def before_metadata(self, tokens: Mapping[str, int]) -> None:
         super().before_metadata(tokens)
         # Workers write these beside new blocks.
-        self._stores._current_batch_allocated_block_ids.update(self._written, self._scheduler.next_plan.poison)
+        self._stores._current_batch_allocated_block_ids.update(self._written, self._scheduler.next_plan.writes)
         self._written.clear()
 
 
@@ -173,7 +173,7 @@ class LMCacheFollower(Follower):
 
     def lost(self, req_id: str, group: int, blocks: Mapping[int, int], pure_tokens: int | None) -> None:
         if self._stop(req_id):
-            self._scheduler.next_plan.unread.add(req_id)
+            Unread.add_to(self._scheduler.next_plan).req_ids.add(req_id)
 
     def stay_pure(self, req_id: str, pure_tokens: int) -> None:
         self._stop(req_id)

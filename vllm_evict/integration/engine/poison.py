@@ -1,15 +1,39 @@
 """Test mode: freed blocks are filled with NaN, so that a read of one shows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from ...config import KVPolicyConfig
 from ...core.actions import Applied
 from ...core.mechanisms import Mechanism, Step
-from ...core.plan import EvictionPlan
+from ...core.plan import EvictionPlan, Payload
 from ...environment import poison_mode
 from .view import EngineView
+
+
+@dataclass(slots=True)
+class Fills(Payload):
+    """Blocks of the pool that workers fill, once they have carried out the orders of the step.
+
+    Attributes:
+        poison: freed physical blocks, filled with NaN.
+        clean: reallocated physical blocks, filled with zeros.
+    """
+
+    feature = "poison"
+
+    poison: list[int] = field(default_factory=list)
+    clean: list[int] = field(default_factory=list)
+
+    @property
+    def writes(self) -> Collection[int]:
+        return self.poison
+
+    def use(self, blocks: Collection[int]) -> None:
+        if self.poison:
+            self.poison = [block for block in self.poison if block not in blocks]
 
 
 class Poison(Mechanism):
@@ -40,7 +64,9 @@ class Poison(Mechanism):
     def on_applied(self, applied: Applied) -> None:
         plan = self.view.next_plan
         plan.use(applied.written)
-        plan.poison += applied.freed
+        if applied.freed:
+            Fills.add_to(plan).poison += applied.freed
 
     def plan(self, plan: EvictionPlan, step: Step) -> None:
-        plan.clean, self._allocated = self._allocated, []
+        if self._allocated:
+            Fills.add_to(plan).clean, self._allocated = self._allocated, []

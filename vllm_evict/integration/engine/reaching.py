@@ -18,10 +18,10 @@ from vllm.v1.request import Request
 from ...config import NEVER
 from ...core.actions import Action, Applied
 from ...core.blocks import RequestBlocks
-from ...core.host_pool import Copy, HostPool
+from ...core.host_pool import COUNTED, READ_ON_HOST, Copy, HostPool, Reached, RoomOf
 from ...core.mechanisms import Metric, Staging
 from ...core.mechanisms.staging import Arriving, room_to_come
-from ...core.plan import COUNTED, READ_ON_HOST, EvictionPlan, RoomOf
+from ...core.plan import EvictionPlan
 from ...environment import poison_mode
 from ..start.attending import kv_heads
 from .allocation import take_from_host
@@ -165,7 +165,7 @@ class Reaching(Staging):
         if not blocks.config.reaches:
             return
         if len(action.writes):
-            self.view.next_plan.groups[action.group].rooms[action.req_id] = room_of(blocks)
+            Reached.add_to(self.view.next_plan.groups[action.group]).rooms[action.req_id] = room_of(blocks)
         moved, before = _moved(action), blocks.state.counts["spilled"]
         physical, keys = [applied.before[block] for block in moved], self._pure_keys(action)
         self.pool.spill(self.view.next_plan, action.req_id, action.group, blocks, moved, physical, keys)
@@ -309,7 +309,7 @@ class Reaching(Staging):
         for each, there in fetched:
             self._fetch(plan, request, each, there)
         if len(room):
-            plan.groups[manager.number].rooms[req_id] = room_of(its)
+            Reached.add_to(plan.groups[manager.number]).rooms[req_id] = room_of(its)
             plan.use(manager.blocks_at(req_id, np.array(room)))
             there = {index: numbers[index] for index in (*room, *arriving.holes)}
             self.pool.give(plan, req_id, manager.number, its, there)

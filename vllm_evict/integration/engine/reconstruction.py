@@ -26,8 +26,9 @@ from ...core.actions import Action, back_to_budget
 from ...core.blocks import RequestBlocks
 from ...core.mechanisms import Mechanism, Step
 from ...core.mechanisms.base import settled
-from ...core.plan import EvictionPlan, GroupPlan, Repetition, Report, Reports, Scoring
+from ...core.plan import EvictionPlan, Report, Reports, Scoring
 from ...core.reports import flaw
+from ...features.kvzip.plan import Repetition, Repetitions
 from .shadows import Shadow, ShadowRequests
 from .view import EngineView
 
@@ -214,7 +215,7 @@ class Reconstructions(Mechanism):
         if shadow.repetition is None:
             plan.groups[0].track[req_id] = shadow.scoring
         else:
-            plan.groups[0].repeats[req_id] = shadow.repetition
+            Repetitions.add_to(plan.groups[0]).repeats[req_id] = shadow.repetition
 
     def plan(self, plan: EvictionPlan, step: Step) -> None:
         """Ask for a report of blocks with the last step of a shadow."""
@@ -317,7 +318,7 @@ class Reconstructions(Mechanism):
         scores, known = found
         by_token = blocks.config.granularity == "token"
         if by_token:
-            self._plan.scored[request.request_id] = (scores, known * blocks.block_size)
+            self._told.scored[request.request_id] = (scores, known * blocks.block_size)
         blocks.of(Scored).scores = Report(np.arange(known), {} if by_token else {"mass": scores[:known]})
 
     def _do_without(self, job: Reconstruction, why: str | None = None, **numbers: int) -> None:
@@ -346,16 +347,16 @@ class Reconstructions(Mechanism):
 
     def _forget(self, scores: np.ndarray | int) -> None:
         if isinstance(scores, int):
-            self._plan.forgotten.append(scores)
+            self._told.forgotten.append(scores)
 
     @property
     def _shadows(self) -> ShadowRequests:
         return self.view.part(ShadowRequests)
 
     @property
-    def _plan(self) -> GroupPlan:
-        """The next plan of the KV group."""
-        return self.view.next_plan.groups[self._manager.number]
+    def _told(self) -> Repetitions:
+        """What workers hear with the next plan of the KV group."""
+        return Repetitions.add_to(self.view.next_plan.groups[self._manager.number])
 
     def _begin(self, job: Reconstruction) -> bool:
         """Add the next shadow of a job if it fits and has its turn. Returns whether it was added."""

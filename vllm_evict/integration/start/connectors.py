@@ -1,10 +1,12 @@
 """KV connectors beside eviction: which of them are served, and which requests hand their blocks on."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from ...config import KVPolicyError
+from ...core.plan import Payload
 
 #: vLLM's connectors that bring a prompt's blocks from the engine that computed it, and hand blocks on when asked to.
 ARRIVING = (
@@ -24,6 +26,15 @@ SERVED = (*ARRIVING, *OFFLOADING)
 ONE_TABLE = ("ExampleConnector", LMCACHE)
 #: What is said of a server that `prefills_alone`.
 PREFILLS = "this server prefills for others (kv_producer): it evicts nothing and runs as stock vLLM"
+
+
+@dataclass(slots=True)
+class Unread(Payload):
+    """Requests of which other processes may still read blocks; the step waits until they have."""
+
+    feature = "connectors"
+
+    req_ids: set[str] = field(default_factory=set)
 
 
 def parts(transfer: Any) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Scores rows of a step: how likely the model finds the token after each of them (`core.plan.ScoredRows`)."""
+"""Scores rows of a step: how likely the model finds the token after each of them (`features.audit.plan.ScoredRows`)."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -9,7 +9,10 @@ import numpy as np
 import torch
 
 from ...compute.transfer import copied, to_device, to_host
-from ...core.plan import ScoredRows, Truncation
+from ...config import KVPolicyConfig
+from ...core.plan import EvictionPlan
+from ...features.audit.plan import SCORED, AuditedRows, ScoredRows, Truncation
+from .step_parts import StepPart
 
 #: Rows whose logits are there at once.
 AT_ONCE = 64
@@ -19,35 +22,36 @@ TRUNCATED_AT_ONCE = 4
 OF_LOGIT = 16
 
 
-def scratch(vocabulary: int) -> int:
-    """Return the bytes of device memory that scoring takes at most, for a short time."""
-    return AT_ONCE * vocabulary * OF_LOGIT
-
-
-class Scorer:
+class Scorer(StepPart):
     """Scores rows of one model runner's steps, where vLLM computes log-probabilities of prompts.
 
     vLLM's own would make the logits of a whole chunk at once. Every tensor-parallel rank calls `compute_logits`.
 
     Args:
-        runner: vLLM's model runner.
-        v2: whether it is Model Runner V2.
+        worker: an `EvictionWorkerMixin` that has loaded its model.
     """
 
-    def __init__(self, runner: Any, v2: bool) -> None:
+    def __init__(self, worker: Any) -> None:
+        super().__init__(worker)
         self._rows: Mapping[str, ScoredRows] = {}
         self._scored: dict[str, np.ndarray] = {}
+        runner = worker.model_runner
         self._device: torch.device = runner.device
-        (self._install_v2 if v2 else self._install_v1)(runner)
+        self.scratch = AT_ONCE * worker.vllm_config.model_config.get_vocab_size() * OF_LOGIT
+        (self._install_v2 if worker.use_v2_model_runner else self._install_v1)(runner)
 
-    def begin(self, rows: Mapping[str, ScoredRows]) -> None:
-        """Take the rows of a step that is about to run."""
-        self._rows, self._scored = rows, {}
+    @classmethod
+    def serves(cls, config: KVPolicyConfig) -> bool:
+        return config.audit > 0
 
-    def take(self) -> tuple[dict[str, np.ndarray], Any]:
-        """Return the step's scored rows, request -> float32 [rows, 5], and an event after which they are valid."""
+    def after_orders(self, plan: EvictionPlan) -> None:
+        told = AuditedRows.within(plan)
+        self._rows, self._scored = {} if told is None else told.of_requests, {}
+
+    def told(self) -> tuple[dict[str, Any], Any]:
+        """Return the step's scored rows, request -> float32 [rows, 5] (see `StepPart.told`)."""
         scored, self._scored, self._rows = self._scored, {}, {}
-        return scored, copied(self._device) if scored else None
+        return ({SCORED: scored}, copied(self._device)) if scored else ({}, None)
 
     def _install_v1(self, runner: Any) -> None:
         prompt_logprobs = runner._get_prompt_logprobs_dict

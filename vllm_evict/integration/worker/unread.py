@@ -4,9 +4,12 @@ import time
 from collections.abc import Collection
 from typing import Any
 
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.logger import init_logger
 
-from ..start.connectors import LMCACHE, named, of_lmcache
+from ...core.plan import EvictionPlan
+from ..start.connectors import LMCACHE, Unread, named, of_lmcache
+from .step_parts import StepPart
 
 logger = init_logger("vllm.evict")
 
@@ -52,6 +55,20 @@ class Copies:
                             now - since,
                         )
                     time.sleep(PAUSE)
+
+
+class Waiting(StepPart):
+    """Has a step wait for the copies of blocks that its plan takes away."""
+
+    _copies: Copies
+
+    def allocated(self) -> None:
+        if has_kv_transfer_group():
+            self._copies = Copies(self.worker.vllm_config, get_kv_transfer_group())
+
+    def before_orders(self, plan: EvictionPlan) -> None:
+        if (told := Unread.within(plan)) is not None:
+            self._copies.wait(told.req_ids)
 
 
 def _copies(futures: dict[str, Any], req_ids: Collection[str]) -> list[Any]:

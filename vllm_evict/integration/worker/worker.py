@@ -1,6 +1,6 @@
 """vLLM's workers with eviction."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from time import perf_counter
 from typing import Any
@@ -14,19 +14,23 @@ from ...compute.memory import described, needs, put_aside
 from ...compute.needs import Needs
 from ...compute.parts import Capacity
 from ...compute.runtime import EvictionRuntime
-from ...core.plan import REPORTS, SCORED, Reports
+from ...core.plan import REPORTS, Reports
 from ..engine.spec import alike_bytes, host_blocks, policy_config
 from ..start import attending, windows
 from ..start.describe import ignored_settings, kernels_line
 from . import layers, runners
+from .filling import Filling
 from .ranks import Ranks
 from .reorder import guard_reload, reordering
-from .scored import Scorer, scratch
+from .scored import Scorer
 from .staging import left_by_sources, longer
-from .unread import Copies
+from .step_parts import StepPart
+from .unread import Waiting
 
 logger = init_logger("vllm.evict")
 
+#: Parts that a worker may need, in the order in which they apply plans.
+PARTS: tuple[type[StepPart], ...] = (Waiting, Filling, Scorer)
 #: One of vLLM's workers comes after the mixin in each class.
 Base: Any = object
 
@@ -40,9 +44,8 @@ class EvictionWorkerMixin(Base):
     _reports: list[Reports] = []
     _told: dict[str, Any] = {}
     _copied: Any = None
-    _copies: Copies
     _ranks: Ranks
-    _scorer: Scorer | None = None
+    _parts: Sequence[StepPart] = ()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         placed = attending.layout(self.vllm_config, policy_config(self.vllm_config))
@@ -62,17 +65,15 @@ class EvictionWorkerMixin(Base):
             self.kv_evict = layers.install(self.vllm_config, policy_config(self.vllm_config), self.get_model(), specs)
             runners.install(self.model_runner, self.kv_evict, self.use_v2_model_runner)
             self._ranks = Ranks()
-            if policy_config(self.vllm_config).audit:
-                self._scorer = Scorer(self.model_runner, self.use_v2_model_runner)
+            self._parts = [part(self) for part in PARTS if part.serves(policy_config(self.vllm_config))]
         return super().get_kv_cache_spec()
 
     def determine_available_memory(self) -> int:
         if self.kv_evict.ops.compiles:
             self.kv_evict.reserve()
             self._needs = needs(self.kv_evict.groups)
-            if self._scorer is not None:
-                between = max(self._needs.between, scratch(self.vllm_config.model_config.get_vocab_size()))
-                self._needs = self._needs._replace(between=between)
+            between = max([self._needs.between, *(part.scratch for part in self._parts)])
+            self._needs = self._needs._replace(between=between)
             with runners.profiling(self.model_runner, self._needs.step, self._needs.between, self.device):
                 available = super().determine_available_memory()
         else:
@@ -96,8 +97,8 @@ class EvictionWorkerMixin(Base):
         block = alike_bytes(self.vllm_config, kv_cache_config, self.kv_evict.numbers[0]) or block
         on_host = host_blocks(self.vllm_config, config, block, self.kv_evict.groups[0].block_size)
         self.kv_evict.allocate(Capacity(kv_cache_config.num_blocks, on_host, ahead), tables)
-        if has_kv_transfer_group():
-            self._copies = Copies(self.vllm_config, get_kv_transfer_group())
+        for part in self._parts:
+            part.allocated()
         if self.rank == 0:
             backend = layers.backend_name(self.vllm_config)
             logger.info(kernels_line(self.vllm_config, config, self.kv_evict, backend))
@@ -138,19 +139,15 @@ class EvictionWorkerMixin(Base):
     def execute_model(self, scheduler_output: Any) -> Any:
         self.kv_evict.begin(scheduler_output)
         plan = self.kv_evict.plan
-        if (plan.orders or plan.poison) and has_kv_transfer_group():
+        if (plan.orders or plan.writes) and has_kv_transfer_group():
             # A connector may still read the blocks that the plan writes. vLLM waits for that too, but after this.
             get_kv_transfer_group().handle_preemptions(scheduler_output.kv_connector_metadata)
-        if plan.unread:
-            self._copies.wait(plan.unread)
+        for part in self._parts:
+            part.before_orders(plan)
         self.kv_evict.rearrange(self._ranks.over_tensors)
-        if plan.poison:
-            runners.fill_blocks(self.model_runner, plan.poison, float("nan"))
-        if plan.clean:
-            runners.fill_blocks(self.model_runner, plan.clean, 0.0)
+        for part in self._parts:
+            part.after_orders(plan)
         self._ranks.begin()
-        if self._scorer is not None:
-            self._scorer.begin(plan.rows)
         try:
             output = super().execute_model(scheduler_output)
             self.kv_evict.check_attended()
@@ -166,10 +163,13 @@ class EvictionWorkerMixin(Base):
         output = super().sample_tokens(grammar_output)
         self.kv_evict.drafted()
         reports, self._reports, told, self._told = self._reports, [], self._told, {}
-        scored, after = self._scorer.take() if self._scorer is not None else ({}, None)
-        told = {REPORTS: reports if any(reports) else None, SCORED: scored or None, **told}
-        told = {name: value for name, value in told.items() if value is not None}
-        return with_reports(output, told, after or self._copied) if told else output
+        copied = self._copied
+        if any(reports):
+            told = {REPORTS: reports, **told}
+        for part in self._parts:
+            its, event = part.told()
+            told, copied = {**told, **its}, event or copied
+        return with_reports(output, told, copied) if told else output
 
 
 def with_reports(output: Any, told: Mapping[str, Any], copied: Any = None) -> Any:

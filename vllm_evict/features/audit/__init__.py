@@ -1,0 +1,1 @@
+"""Audits: full attention scores answers again, to measure what eviction changed."""

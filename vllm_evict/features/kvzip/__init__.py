@@ -1,0 +1,1 @@
+"""KVzip: the model repeats a prompt, and so scores its tokens."""
