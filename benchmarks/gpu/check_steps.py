@@ -8,9 +8,9 @@ class Steps:
     """Records each step of one request: its tokens, holes and rotations of its plan, holes decided after it."""
 
     def __init__(self, scheduler: Any) -> None:
-        from vllm_evict.core.actions import KeyRotation
         from vllm_evict.core.plan import PLAN
         from vllm_evict.core.residence import HOLE
+        from vllm_evict.features.context.plan import KeyRotation
 
         self._tokens: list[int] = []
         self._told: list[list[int]] = []

@@ -7,7 +7,7 @@ import pytest
 import torch
 from parts import part_of, tokens_of
 
-from vllm_evict.compute import cached, compaction, originals, prompts, sums
+from vllm_evict.compute import cached, compaction, prompts, sums
 from vllm_evict.compute.attention.device import DeviceOps
 from vllm_evict.compute.graphs import Attends
 from vllm_evict.compute.group import GroupRuntime
@@ -26,9 +26,11 @@ from vllm_evict.compute.store import Store
 from vllm_evict.compute.tokens import TokenBuffers, TokenStep
 from vllm_evict.compute.work import StepWork
 from vllm_evict.config import KVPolicyConfig
-from vllm_evict.core.actions import Compaction, Judged, KeyRotation
+from vllm_evict.core.actions import Compaction, Judged
 from vllm_evict.core.plan import PLAN, EvictionPlan, GroupPlan, Scoring
 from vllm_evict.core.residence import HOLE
+from vllm_evict.features.context import worker as context
+from vllm_evict.features.context.plan import KeyRotation
 from vllm_evict.features.kvzip.plan import Repetition, Repetitions
 from vllm_evict.integration.worker import worker
 from vllm_evict.policies import CACHED
@@ -285,10 +287,11 @@ def moved_up(wrap, to_device, monkeypatch):
     given = [(torch.nn.Identity(), wrap(cache)) for cache in caches]
     for layer, _ in given:
         layer.impl = SimpleNamespace(head_size=DIM)
-    store = Store(DeviceOps(), lambda: given, {layer: rotation for layer, _ in given})
-    monkeypatch.setattr(originals, "to_device", to_device)
+    store = Store(DeviceOps(), lambda: given)
+    monkeypatch.setattr(context, "to_device", to_device)
     config = KVPolicyConfig.parse({"name": "h2o", **BASE, "context": 128})
     runtime = EvictionRuntime([GroupRuntime(config, Shape(SIZE, 4, 256, HEADS, LAYERS), store)])
+    part_of(runtime.groups[0], context.Originals).rotations = {layer: rotation for layer, _ in given}
     first = KeyRotation("r", 0, [3, 5, 9], [12, 5, 9], [0, 1, 4], [64, 64, 16], [False] * 3)
     for move in (first, KeyRotation("r", 0, [5, 9], [5, 9], [1, 4], [96, 48], [True] * 2)):
         runtime.plan = EvictionPlan([GroupPlan()], [move])

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_evict.compute import cached, compaction, measure, memory, originals
+from vllm_evict.compute import cached, compaction, measure, memory
 from vllm_evict.compute.attention import device
 from vllm_evict.compute.compaction import Compactor
 from vllm_evict.compute.group import GroupRuntime
@@ -29,6 +29,7 @@ from vllm_evict.compute.tokens import TokenSums
 from vllm_evict.compute.work import StepWork
 from vllm_evict.config import KVPolicyConfig
 from vllm_evict.core.plan import Scoring
+from vllm_evict.features.context import worker as originals
 from vllm_evict.integration.worker import layers, runners, worker
 
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"), pytest.mark.on_triton]

@@ -20,12 +20,12 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from vllm_evict.compute import memory
 from vllm_evict.compute.kernels.rotate import Rotation
-from vllm_evict.compute.originals import Originals
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
-from vllm_evict.core.actions import KeyRotation
 from vllm_evict.core.blocks import NO_BLOCKS, RequestBlocks
-from vllm_evict.integration.start.arguments import ALLOW_LONG, longer_than_the_model
-from vllm_evict.integration.worker import positions
+from vllm_evict.features.context import positions
+from vllm_evict.features.context.plan import KeyRotation
+from vllm_evict.features.context.start import ALLOW_LONG, longer_than_the_model
+from vllm_evict.features.context.worker import Originals
 from vllm_evict.policies import POLICIES as NAMED
 
 BLOCK, CHUNK, CONTEXT = 32, 64, 384
@@ -161,7 +161,7 @@ def test_turned_keys_are_computed_ones_rounded_once(server, poisoned, dtype):
                 computed[block] = [each.clone() for each in keys]
             else:
                 moves.setdefault(block, set()).add(place)
-                for each, was, turn in zip(keys, computed[block], group.store._rotations.values()):
+                for each, was, turn in zip(keys, computed[block], originals.rotations.values()):
                     want = turn(was, torch.tensor([(place - block) * BLOCK])).to(was.dtype)
                     assert torch.equal(each, want), f"block {block} at {place}, after {len(moves[block])} moves"
         for req_id, resident in manager.residents.items():

@@ -19,16 +19,16 @@ from vllm_evict.compute.attention.device import DeviceOps
 from vllm_evict.compute.group import GroupRuntime
 from vllm_evict.compute.holes import Start
 from vllm_evict.compute.kernels.rotate import Rotation
-from vllm_evict.compute.originals import Originals
 from vllm_evict.compute.runtime import EvictionRuntime
 from vllm_evict.compute.shape import Shape
 from vllm_evict.compute.store import Store
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
-from vllm_evict.core.actions import KeyRotation
 from vllm_evict.core.blocks import RequestBlocks
 from vllm_evict.core.plan import PLAN, EvictionPlan, GroupPlan
 from vllm_evict.core.residence import HOLE
-from vllm_evict.integration.worker import positions
+from vllm_evict.features.context import positions
+from vllm_evict.features.context.plan import KeyRotation
+from vllm_evict.features.context.worker import Originals
 
 short, server, vllm_config = test_context.short, test_context.server, test_context.vllm_config
 
@@ -196,14 +196,15 @@ def test_rotated_dimensions_in_pairs_of_neighbours_are_served(random_server):
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
-def layer_store(frequencies, caches, scale=1.0):
-    """Of layers with these caches, as on a device."""
+def group_of(shape, frequencies, caches, scale=1.0):
+    """A KV group of layers with these caches, as on a device."""
     layers = [torch.nn.Identity() for _ in caches]
     for layer, cache in zip(layers, caches):
         layer._k_scale_float = layer._v_scale_float = scale
         layer.impl = SimpleNamespace(head_size=cache.shape[-1] // 2)
-    turns = dict.fromkeys(layers, Rotation(frequencies, neox=True))
-    return Store(DeviceOps(), lambda: zip(layers, caches), turns)
+    group = GroupRuntime(KVPolicyConfig.parse(WINDOW), shape, Store(DeviceOps(), lambda: zip(layers, caches)))
+    part_of(group, Originals).rotations = dict.fromkeys(layers, Rotation(frequencies, neox=True))
+    return group
 
 
 def step(runtime, moves=(), holes=()):
@@ -224,8 +225,7 @@ def test_keys_are_rounded_once_however_often_they_move(dtype):
     caches = made.clone()
     frequencies = 5e5 ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
     given = caches.view(torch.uint8) if dtype == "fp8" else caches
-    store = layer_store(frequencies, list(given), scale)
-    runtime = EvictionRuntime([GroupRuntime(KVPolicyConfig.parse(WINDOW), Shape(BLOCK, 4, 4096, 2, 2), store)])
+    runtime = EvictionRuntime([group_of(Shape(BLOCK, 4, 4096, 2, 2), frequencies, list(given), scale)])
     # Logical block -> where it was made, where it is, positions that it has moved by.
     blocks = {0: [1, 1, 0], 3: [2, 2, 0], 9: [3, 3, 0]}
     for move in range(1, 501):
@@ -261,8 +261,8 @@ def test_keys_are_rounded_once_however_often_they_move(dtype):
 
 def test_a_block_that_has_moved_needs_its_original():
     """Keys that are turned already are never taken for those that were computed."""
-    store = layer_store(torch.ones(8, dtype=torch.float64), [torch.randn(4, 1, BLOCK, 32)])
-    runtime = EvictionRuntime([GroupRuntime(KVPolicyConfig.parse(WINDOW), Shape(BLOCK, 4, 4096, 1, 1), store)])
+    caches = [torch.randn(4, 1, BLOCK, 32)]
+    runtime = EvictionRuntime([group_of(Shape(BLOCK, 4, 4096, 1, 1), torch.ones(8, dtype=torch.float64), caches)])
     with pytest.raises(KeyError):
         step(runtime, [KeyRotation("r", 0, [1], [1], [0], [64], [True])])
 
@@ -274,7 +274,7 @@ def test_originals_are_of_the_blocks_that_have_moved(rounds, chance):
     kept of blocks that are gone, nor of a request that begins again."""
     frequencies = torch.tensor([0.3, 0.01], dtype=torch.float64)
     (cache,) = caches = [torch.zeros(200, 1, BLOCK, 8)]
-    group = GroupRuntime(KVPolicyConfig.parse(WINDOW), Shape(BLOCK, 4, 8192, 1, 1), layer_store(frequencies, caches))
+    group = group_of(Shape(BLOCK, 4, 8192, 1, 1), frequencies, caches)
     runtime, resident = EvictionRuntime([group]), RequestBlocks(KVPolicyConfig.parse(WINDOW), None, BLOCK)
     table, made, blocks, free = {}, {}, 0, list(range(1, 200))
     moves, holes = [], []

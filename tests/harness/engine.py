@@ -17,9 +17,9 @@ from vllm import LLM, SamplingParams
 from vllm.platforms.cpu import CpuPlatform
 
 from vllm_evict.compute.compaction import Compactor
-from vllm_evict.compute.originals import Originals
 from vllm_evict.compute.prompts import PromptScores
 from vllm_evict.core.plan import PLAN
+from vllm_evict.features.context.worker import Originals
 from vllm_evict.integration.engine.reconstruction import Reconstructions
 
 #: Whether this run is on Model Runner V2 (see preparation.py).

@@ -377,7 +377,7 @@ MUTANTS = [
     ),
     Mutant(
         "moved keys turn twice",
-        "compute/originals.py",
+        "features/context/worker.py",
         "keys = restored([kept[block] for block in blocks], self._device)",
         "keys = self._store.keys(source)",
         ("context_keys",),

@@ -9,7 +9,7 @@ from parity import oracle_config
 from parts import holes_of, orders_of
 from vllm.v1.request import RequestStatus
 
-from vllm_evict.core.actions import KeyRotation
+from vllm_evict.features.context.plan import KeyRotation
 
 BLOCK, CHUNK = 32, 96
 H2O = {"name": "h2o", "budget": 192, "buffer": 64, "sink": 32, "recent": 64}

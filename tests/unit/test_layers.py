@@ -18,6 +18,9 @@ MAY_IMPORT = {
     "policies": {"config"},
     "core": {"config", "policies"},
     "features.plan": {"config", "core"},
+    "features.start": {"config"},
+    "features.engine": {"config", "policies", "core", "features.plan", "integration.start", "integration.engine"},
+    "features.worker": {"config", "policies", "core", "features.plan", "compute", "integration.worker"},
     "compute": {"config", "policies", "core", "features.plan", "triton_kernels"},
     "triton_kernels": {"compute"},
     "integration": {"config", "policies", "core", "compute"},
@@ -30,9 +33,18 @@ MAY_IMPORT = {
     "tools": {"config", "policies", "core", "compute", "integration", "integration.start", "integration.engine"},
 }
 BESIDE = {"": "config", "__init__": "integration", "cli": "tools", "plugin": "integration", "__main__": "tools"}
+#: File of a feature -> its room, if that is not named as the file.
+OF_FEATURES = {"positions": "worker"}
+#: Modules with a list of what features have; each may import the files of this room.
+LISTS = {
+    "integration.engine.mechanisms": "features.engine",
+    "integration.start.of_features": "features.start",
+    "compute.compose": "features.worker",
+    "integration.worker.worker": "features.worker",
+}
 #: Who may import vLLM, and torch.
-KNOW_VLLM = {"integration", "tools"}
-NO_TORCH = ("config", "policies", "core", "features.plan")
+KNOW_VLLM = {"integration", "tools", "features.start", "features.engine", "features.worker"}
+NO_TORCH = ("config", "policies", "core", "features.plan", "features.start", "features.engine")
 
 
 #: A kernel and its reference name each other.
@@ -41,8 +53,9 @@ CIRCLES = {"triton_kernels"}
 
 def room_of(module):
     first, *rest = module.split(".")
-    # `features.kvzip.plan` is in the room `features.plan`.
-    inner = f"{first}.{rest[first == 'features' and len(rest) > 1]}" if rest else first
+    if first == "features" and len(rest) > 1:  # `features.kvzip.plan` is in the room `features.plan`
+        return f"features.{OF_FEATURES.get(rest[1], rest[1])}"
+    inner = f"{first}.{rest[0]}" if rest else first
     if inner in MAY_IMPORT:
         return inner
     return first if first in MAY_IMPORT else BESIDE.get(first, "config")
@@ -55,6 +68,9 @@ def files():
         yield path, f"triton_kernels.{path.stem}"
 
 
+MODULES = {module for _, module in files()}
+
+
 def imports(path, module):
     """Modules that a file imports anywhere: (absolute name without the package's, whether it is ours)."""
     package = module.split(".")[:-1]
@@ -65,9 +81,10 @@ def imports(path, module):
             ours = node.module.split(".")[0] == "vllm_evict"
             yield node.module.removeprefix("vllm_evict").lstrip("."), ours
         elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1]
+            base = [*package[: len(package) - node.level + 1], *filter(None, [node.module])]
             for alias in node.names:
-                yield ".".join([*base, *filter(None, [node.module or alias.name])]), True
+                whole = ".".join([*base, alias.name])
+                yield whole if whole in MODULES or not node.module else ".".join(base), True
 
 
 @pytest.mark.parametrize("room", MAY_IMPORT)
@@ -81,14 +98,46 @@ def test_rooms_import_only_what_they_may(room):
             if ours:
                 other = room_of(name)
                 # `integration` has, beside its rooms, what puts them together.
-                assert other == room or other in MAY_IMPORT[room] or other.startswith(f"{room}."), (
-                    f"{module} imports {name}"
-                )
+                may = {room, LISTS.get(module), *MAY_IMPORT[room]}
+                assert other in may or other.startswith(f"{room}."), f"{module} imports {name}"
             elif name.split(".")[0] == "vllm":
-                assert room.split(".")[0] in KNOW_VLLM, f"{module} imports {name}"
+                assert {room, room.split(".")[0]} & KNOW_VLLM, f"{module} imports {name}"
             elif name.split(".")[0] == "torch":
                 assert room not in NO_TORCH, f"{module} imports {name}"
     assert seen > 3
+
+
+#: Feature in a folder of its own -> fields of policies that nobody else reads.
+FIELDS = {"context": {"context"}}
+#: Who may read any field, and name what is told to go with what: configuration, and what was tried on which servers.
+READ_ALL = ("config/", "integration/start/capabilities/", "tools/")
+
+
+def names_of(feature):
+    """Names of a feature's classes."""
+    trees = (ast.parse(path.read_text()) for path in (PACKAGE / "features" / feature).glob("*.py"))
+    return {node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+@pytest.mark.parametrize("feature", FIELDS)
+def test_a_feature_is_a_folder(feature):
+    """Its classes, its payload and its fields are named in its folder, and in lists of all features alone."""
+    names, lists = names_of(feature), {f"{module.replace('.', '/')}.py" for module in LISTS}
+    assert len(names) > 2
+    for path, _ in files():
+        place = path.relative_to(PACKAGE.parent).as_posix().removeprefix("vllm_evict/")
+        if place.startswith((f"features/{feature}/", *READ_ALL)):
+            continue
+        if place in lists:
+            continue
+        text = path.read_text()
+        nodes = list(ast.walk(ast.parse(text)))
+        read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        named = {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+        named |= {node.id for node in nodes if isinstance(node, ast.Name)}
+        named |= {name for said in re.findall("`+([\\w.]+)", text) for name in said.split(".")}
+        assert not (read | named) & names and not read & FIELDS[feature], place
+        assert f"features.{feature}" not in text and f"features/{feature}" not in text, place
 
 
 def test_no_modules_import_each_other():

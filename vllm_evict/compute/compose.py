@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from ..config import KVPolicyConfig
+from ..features.context.worker import Originals
 from ..policies import CACHED, QUERIED, RUNNING
 from .cached import CachedStatistics
 from .compaction import Compactor, Judge
@@ -11,7 +12,6 @@ from .host_copies import HostCopies
 from .index import BlockIndex
 from .last_query import LastQuery
 from .mass import BlockMass, TokenMass
-from .originals import Originals
 from .parts import Mover
 from .probes import Probe
 from .prompts import PromptScores

@@ -25,7 +25,7 @@ def kept_bytes(runtime: EvictionRuntime) -> int:
     kept = runtime.ops.scratch_bytes
     for group in runtime.groups:
         kept += sum(each.nbytes for each in group.views.memory(group) if each is not None)
-        kept += group.identity.nbytes + group.graph_rows.rows.nbytes + group.store.kept_bytes
+        kept += group.identity.nbytes + group.graph_rows.rows.nbytes
         kept += sum(part.kept_bytes for part in group.parts)
     return kept
 
@@ -42,14 +42,11 @@ def described(name: str, runtime: EvictionRuntime, beside: Needs, pool: int) -> 
 
 
 def put_aside(name: str, runtime: EvictionRuntime) -> str | None:
-    """Return the log line about host memory for rotated keys; None if none are rotated."""
-    most = sum(part.host_bytes for group in runtime.groups for part in group.parts)
-    if not most:
+    """Return the log line about host memory that requests take; None if they take none."""
+    parts = [part for group in runtime.groups for part in group.parts if part.host_bytes]
+    if not parts:
         return None
-    return (
-        f"KV policy {name}: a request that outgrows its context takes up to {_size(most)} of host memory on each rank, "
-        "for its keys as they were computed"
-    )
+    return f"KV policy {name}: {parts[0].host_use.format(_size(sum(part.host_bytes for part in parts)))}"
 
 
 def _size(count: int) -> str:

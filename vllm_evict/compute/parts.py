@@ -5,7 +5,7 @@ by name; `compose` makes them, from the configuration.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +34,13 @@ class Capacity(NamedTuple):
 
 
 class Part:
-    """Base class of the parts of a KV group's runtime. By default a part keeps nothing, and takes no memory."""
+    """Base class of the parts of a KV group's runtime. By default a part keeps nothing, and takes no memory.
+
+    Attributes:
+        host_use: words of the log about `host_bytes`, with {} for their number.
+    """
+
+    host_use = ""
 
     @property
     def kept_bytes(self) -> int:
@@ -50,6 +56,9 @@ class Part:
     def host_bytes(self) -> int:
         """Bytes of host memory that one request takes at most."""
         return 0
+
+    def loaded(self, vllm_config: Any, model: torch.nn.Module, layers: Mapping[str, Any]) -> None:
+        """Note that the model is loaded; `layers` are those that policies work on, by name."""
 
     def begin(self, start: Start) -> None:
         """Apply the plan of a step, and drop the state of requests that are gone."""

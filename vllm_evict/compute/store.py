@@ -1,7 +1,6 @@
 """The KV cache of one KV group, layer by layer, as what measures and moves its blocks sees it."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ class Store:
         ops: operations of the backend.
         caches: returns pairs of a layer and the part of its KV cache in this group. Called on use, since vLLM allocates
             caches late.
-        rotations: layer -> rotation of its keys, for `turn`.
         drafting: like `caches`, of a drafter's layers in the same blocks, for `pages` and `compact`.
     """
 
@@ -25,15 +23,9 @@ class Store:
         self,
         ops: BackendOps,
         caches: Callable[[], Iterable[tuple[Any, Any]]],
-        rotations: Mapping[Any, Rotation] = MappingProxyType({}),
         drafting: Callable[[], Iterable[tuple[Any, Any]]] = tuple,
     ) -> None:
-        self._ops, self._caches, self._rotations, self._drafting = ops, caches, rotations, drafting
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of device memory beside the cache."""
-        return sum(rotation.frequencies.nbytes for rotation in {id(r): r for r in self._rotations.values()}.values())
+        self._ops, self._caches, self._drafting = ops, caches, drafting
 
     def read(self, blocks: torch.Tensor, values: bool) -> Iterable[tuple[torch.Tensor, torch.Tensor | None]]:
         """Return for each layer copies of keys, and values or None, of blocks (see `BackendOps.read`)."""
@@ -78,13 +70,21 @@ class Store:
             part.copy_(stored[blocks].flatten(1))
         return keys
 
-    def turn(self, source: torch.Tensor, target: torch.Tensor, keys: torch.Tensor, tokens: torch.Tensor) -> None:
+    def turn(
+        self,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        keys: torch.Tensor,
+        tokens: torch.Tensor,
+        rotations: Mapping[Any, Rotation],
+    ) -> None:
         """Copy blocks of all layers, with rotated keys.
 
         Args:
             source, target: int64 [n]; a block of `target` is its own source, or no source at all.
             keys: [n, X], computed keys as `keys` returns them.
             tokens: int64 [n], distance in positions by which each block's keys are rotated.
+            rotations: layer -> rotation of its keys.
         """
         first = 0
         for layer, kv_cache in self._caches():
@@ -93,7 +93,7 @@ class Store:
             its = self._ops.as_keys(layer, keys[:, first : first + size].unflatten(1, stored.shape[1:]))
             first += size
             _, values = self._ops.read(layer, kv_cache, source, True)
-            self._ops.write(layer, kv_cache, target, self._rotations[layer](its, tokens), values)
+            self._ops.write(layer, kv_cache, target, rotations[layer](its, tokens), values)
 
 
 def most_kept(keep: Sequence[torch.Tensor], source: int, target: int) -> torch.Tensor:

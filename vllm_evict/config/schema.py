@@ -186,6 +186,16 @@ class KVPolicyConfig(Sizes, Groups, Requests):
         return any(REGISTRY[name].reconstructs for name in self.allowed)
 
     @property
+    def moves_content(self) -> bool:
+        """Whether decisions have workers move tokens or rotate keys, which they do of requests in the batch only."""
+        return self.granularity == "token" or self.context is not None
+
+    @property
+    def decides_at_once(self) -> bool:
+        """Whether a decision waits for no report, because a request has no room to outgrow its trigger further."""
+        return self.context is not None
+
+    @property
     def statistics(self) -> frozenset[str]:
         """Statistics that workers must be able to measure for some request."""
         named = [REGISTRY[name].measures for name in self.allowed]

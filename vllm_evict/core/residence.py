@@ -20,7 +20,7 @@ class Residence:
         known: number of blocks that have a state; later ones are new, and in the pool.
         pool: int64 [n], blocks in the pool below `known`, ascending.
         places: int64 [n], for each of `pool` the logical block at whose positions its keys are rotated: the block
-            itself, or a later one after a `KeyRotation`. Before the first one it is the array of `pool`.
+            itself, or a later one after its keys were rotated. Before the first one it is the array of `pool`.
         host: block -> host block.
     """
 

@@ -15,10 +15,11 @@ from parts import orders_of
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
-from vllm_evict.core.actions import Compaction, Judged, KeyRotation
+from vllm_evict.core.actions import Compaction, Judged
 from vllm_evict.core.plan import PLAN, REPORTS, EvictionPlan, Report, Reports
 from vllm_evict.core.residence import HOLE
 from vllm_evict.features.audit.plan import SCORED, AuditedRows
+from vllm_evict.features.context.plan import KeyRotation
 from vllm_evict.features.kvzip.plan import Repetitions
 from vllm_evict.integration.engine.poison import Fills
 from vllm_evict.policies import RUNNING

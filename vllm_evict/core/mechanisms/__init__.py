@@ -2,7 +2,6 @@
 
 from .base import Group, Mechanism, Metric, SchedulerView, Step
 from .budget import Budget
-from .context import Context
 from .pressure import Pressure
 from .profiles import Profiles
 from .prompts import WholePrompts
@@ -11,7 +10,6 @@ from .staging import Staging
 
 __all__ = [
     "Budget",
-    "Context",
     "Group",
     "Mechanism",
     "Metric",

@@ -322,7 +322,7 @@ class Mechanism(ABC):
 
         The decision is not put off after `MOST_MISSES` missing reports. It is not put off if the pool has no room for
         all blocks in flight, since the request could be preempted before the next decision. It is not put off if the
-        request has a context, which has room for the growth up to one decision only.
+        request has room for the growth up to one decision only (`KVPolicyConfig.decides_at_once`).
         """
         misses = blocks.of(Misses)
         if report is not None:
@@ -331,7 +331,7 @@ class Mechanism(ABC):
         misses.count += 1
         self.view.miss(req_id, blocks)
         room = sum(group.in_flight for group in self.view.groups)
-        patient = misses.count < MOST_MISSES and blocks.config.context is None
+        patient = misses.count < MOST_MISSES and not blocks.config.decides_at_once
         return patient and self.view.free_blocks >= room
 
 

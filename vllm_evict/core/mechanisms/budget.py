@@ -39,14 +39,13 @@ class Budget(Mechanism):
     def _ended_turns(self, plan: EvictionPlan) -> Iterator[tuple[Group, Any, RequestBlocks]]:
         """Yield what `due` yields, of sessions whose turn ended with the step.
 
-        These evict by block alone, as workers move tokens, and rotate keys, of requests in the batch only. A policy
-        that profiles prompts (`profiles`) chooses first what a group keeps, while the request runs.
+        These evict by block alone, as workers move content of requests in the batch only. A policy that profiles
+        prompts (`profiles`) chooses first what a group keeps, while the request runs.
         """
         for group in self.view.groups:
             for req_id, incarnation in plan.notes(Due)[group.number].items():
                 session, blocks = self.view.idle_session(req_id), group.residents.get(req_id)
                 if session is None or blocks is None or blocks.incarnation != incarnation:
                     continue
-                config = blocks.config
-                if config.granularity == "block" and config.context is None and not config.policy.profiles:
+                if not (blocks.config.moves_content or blocks.config.policy.profiles):
                     yield group, session, blocks

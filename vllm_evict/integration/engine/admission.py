@@ -124,15 +124,15 @@ class Admission:
         """Bring a session back to its budget, if it is over its trigger and the pool has no room for its next chunk.
 
         A turn may end over its trigger where no decision followed it (`Budget`). No scores are at hand. By block the
-        oldest blocks go. By token workers need scores to choose, and with a context keys have to be rotated after a
-        decision: such a session starts over, as if it was preempted.
+        oldest blocks go. Where a decision moves content, which workers do of requests in the batch
+        only, the session starts over, as if it was preempted.
         """
         req_id = session.request_id
         if self._scheduler.free_blocks >= sum(manager.in_flight for manager in self._managers):
             return
         over = [(each, each.residents[req_id]) for each in self._managers if each.exceeds(req_id)]
         over = [(manager, blocks) for manager, blocks in over if blocks.evictable]
-        if any(blocks.config.granularity == "token" or blocks.config.context for _, blocks in over):
+        if any(blocks.config.moves_content for _, blocks in over):
             self.start_over(session)
             return
         for manager, blocks in over:

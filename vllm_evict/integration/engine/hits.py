@@ -47,11 +47,6 @@ class Hits:
         # A request that starts with pure tokens is a shadow: it has to compute the tokens after these.
         if not blocks.started and blocks.pure_tokens is not None:
             most, limited = blocks.pure_tokens, True
-        if blocks.config.context is not None:
-            # The first decision follows the steps in flight, and no query of them may look back further than the
-            # context.
-            reach = max(blocks.config.context - self._scheduler.max_in_flight_tokens, 0)
-            most = min(most, reach // blocks.block_size * blocks.block_size)
         alone = len(self._managers) + len(self._others) == 1
         if alone and hit.tokens > most and limited:
             return hit._replace(blocks=self._cache.truncate_computed_blocks(hit.blocks, most), tokens=most)

@@ -1,6 +1,7 @@
 """All mechanisms that a scheduler may need."""
 
-from ...core.mechanisms import Budget, Context, Mechanism, Profiles, SharedBudget, WholePrompts
+from ...core.mechanisms import Budget, Mechanism, Profiles, SharedBudget, WholePrompts
+from ...features.context.engine import Context
 from .allocation import Reads
 from .audits import Audits
 from .outdated import Outdated

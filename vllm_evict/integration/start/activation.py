@@ -7,6 +7,7 @@ from vllm.logger import init_logger
 from ...config import KVPolicyConfig, KVPolicyError
 from . import attending, backends, connectors, versions
 from .capabilities import refuse
+from .of_features import SETTLED
 
 logger = init_logger("vllm.evict")
 
@@ -26,7 +27,8 @@ def activate(vllm_config: Any, config: KVPolicyConfig) -> None:
     model = vllm_config.model_config
     heads = attending.kv_heads(model)
     config = config.for_model(len(heads), min(heads), vllm_config.parallel_config.tensor_parallel_size)
-    config = _in_tokens(vllm_config, config)
+    for settled in SETTLED:
+        config = settled(vllm_config, config)
     config.check(
         vllm_config.cache_config.block_size,
         len(heads),
@@ -51,25 +53,3 @@ WORKERS = {
     "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_evict.integration.worker.cpu_worker.CPUEvictionWorker",
     "vllm.v1.worker.gpu_worker.Worker": "vllm_evict.integration.worker.gpu_worker.GPUEvictionWorker",
 }
-
-
-def _in_tokens(vllm_config: Any, config: KVPolicyConfig) -> KVPolicyConfig:
-    """Return the config with `context` in tokens: "model" becomes the model's own.
-
-    Raises:
-        KVPolicyError: the context is longer than the model's own.
-    """
-    if config.context is None:
-        return config
-    longest, most = vllm_config.model_config.max_model_len, vllm_config.model_config.get_and_verify_max_len(None)
-    context = most if config.context == "model" else config.context
-    if context > most:
-        raise KVPolicyError(f"context got {context}; expected at most {most}, which the model was made for")
-    if longest <= context:
-        logger.warning(
-            "KV policy %s: its context of %d tokens has no effect, because --max-model-len is %d; raise the latter",
-            config.name,
-            context,
-            longest,
-        )
-    return config.replace(context=context)

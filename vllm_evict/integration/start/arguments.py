@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-import vllm.envs as envs
 from pydantic import ValidationError
 
 from ...config import REGISTRY, KVPolicyConfig, KVPolicyError, presets
@@ -24,8 +23,6 @@ from ...config.errors import shown
 from ...config.fields import SERVER
 from ...config.sources import read
 
-#: vLLM takes a `max_model_len` above the model's own only if this is true.
-ALLOW_LONG = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 #: Fields that users may give.
 FIELDS = ("name", *REGISTRY.fields(), *(option.name for option in SERVER))
 #: Columns of argparse's help that its text leaves free at the left.
@@ -154,7 +151,9 @@ def _with_policy(create_engine_config: Any) -> Any:
             given = shown(self.additional_config)
             raise KVPolicyError(f"additional_config got {given}; expected a dict, which carries the KV policy")
         self.additional_config = {**self.additional_config, "kv_policy": config.to_dict()}
-        with longer_than_the_model(config), _own_errors():
+        from .of_features import checked
+
+        with checked(config), _own_errors():
             vllm_config = create_engine_config(self, *args, **kwargs)
         # Imported here: the module needs a vLLM whose platform is known.
         from .activation import activate
@@ -175,22 +174,6 @@ def _own_errors() -> Iterator[None]:
             if isinstance(own := each.get("ctx", {}).get("error"), KVPolicyError):
                 raise own from None
         raise
-
-
-@contextmanager
-def longer_than_the_model(config: KVPolicyConfig) -> Iterator[None]:
-    """Let vLLM accept, under a policy with a `context`, a `max_model_len` above the model's own."""
-    before = vars(envs).get(ALLOW_LONG)
-    if config.context is not None:
-        # vLLM reads the environment variable once and keeps its value, so set the value.
-        vars(envs)[ALLOW_LONG] = True
-    try:
-        yield
-    finally:
-        if before is None:
-            vars(envs).pop(ALLOW_LONG, None)
-        else:
-            vars(envs)[ALLOW_LONG] = before
 
 
 def _requested(engine_args: Any) -> KVPolicyConfig | None:

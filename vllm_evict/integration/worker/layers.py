@@ -22,7 +22,6 @@ from ...compute.attention.ops import BackendOps, ops_for
 from ...compute.graphs import Attends
 from ...compute.group import GroupRuntime
 from ...compute.kernel_blocks import whole_blocks
-from ...compute.kernels.rotate import Rotation
 from ...compute.mass import BlockMass
 from ...compute.runtime import EvictionRuntime
 from ...compute.shape import Shape
@@ -40,7 +39,6 @@ from ..start.versions import import_moved
 from . import flash
 from .backend import PLACE, drafting_backend, resident_backend, working_impl
 from .latents import latent_types, name_as_others, working_latent
-from .positions import rotations
 from .split import part_of, split_impl
 
 _SPECS = "vllm.v1.core.kv_cache_utils"
@@ -125,7 +123,6 @@ def install(
     if not refuse.measures_mass(vllm_config):
         config = config.replace(audit=0.0, target=None)  # answers are scored without it
     measures_in_graphs, in_graphs = _scratch(vllm_config, config, layers, ops, block_size)
-    turns = {} if config.context is None else rotations(vllm_config, model, layers)
     readers = [(every[name], target) for name, target in sharing.items()]
     groups = [
         _whole(
@@ -135,7 +132,6 @@ def install(
             readers,
             ops,
             attended,
-            turns,
             in_graphs,
             block_size,
         )
@@ -143,6 +139,8 @@ def install(
     ]
     for group in groups:
         group.source.loads = vllm_config.kv_transfer_config is not None
+        for part in group.parts:
+            part.loaded(vllm_config, model, layers)
     return EvictionRuntime(
         groups,
         ops,
@@ -206,7 +204,6 @@ def _whole(
     readers: Sequence[tuple[Attention, str]],
     ops: BackendOps,
     attended: set[Any],
-    turns: dict[Attention, Rotation],
     in_graphs: int,
     block_size: int,
 ) -> GroupRuntime:
@@ -234,7 +231,7 @@ def _whole(
         for layer in of:
             yield layer, whole_blocks(layer.kv_cache, block_size) if latent else layer.kv_cache
 
-    store = Store(ops, partial(caches, layers), turns, partial(caches, drafting))
+    store = Store(ops, partial(caches, layers), partial(caches, drafting))
     group = _group(vllm_config, part, store, [layer.num_kv_heads for layer in layers], in_graphs, block_size)
     resident = {backend: resident_backend(backend, group, ops, head_class) for backend in backends}
     for layer in passing:

@@ -1,12 +1,15 @@
 """Closes position gaps when the oldest kept token would leave the context, by rotating kept keys."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from ...config import KVPolicyConfig
-from ..actions import Action, Applied, KeyRotation
-from ..blocks import RequestBlocks
-from ..plan import EvictionPlan, Reports
-from .base import Mechanism, SchedulerView, settled
+from ...core.actions import Action, Applied
+from ...core.blocks import RequestBlocks
+from ...core.mechanisms import Mechanism, SchedulerView
+from ...core.mechanisms.base import settled
+from ...core.plan import EvictionPlan, Reports
+from .plan import KeyRotation
 
 
 class Context(Mechanism):
@@ -25,6 +28,17 @@ class Context(Mechanism):
     @classmethod
     def serves(cls, config: KVPolicyConfig) -> bool:
         return config.context is not None
+
+    def limit_hit(self, request: Any, most: int) -> int:
+        """Limit a hit so that no query looks back further than the context until the first decision.
+
+        That decision follows the steps in flight.
+        """
+        blocks = self.view.groups[0].residents[request.request_id]
+        if blocks.config.context is None:
+            return most
+        reach = max(blocks.config.context - self._in_flight_tokens, 0)
+        return min(most, reach // blocks.block_size * blocks.block_size)
 
     def decide(self, plan: EvictionPlan, reports: Sequence[Reports]) -> Iterable[Action]:
         for group, request, blocks in self.due(plan):

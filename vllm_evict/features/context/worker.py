@@ -1,17 +1,19 @@
 """Keeps computed keys of rotated blocks on the host, so that rotated keys are rounded once, however often they move."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
 
 import numpy as np
 import torch
 
-from ..core.actions import KeyRotation
-from .holes import Holes, Start
-from .needs import Needs
-from .parts import AllReduce, Mover
-from .shape import Shape
-from .store import Store
-from .transfer import restored, stashed, to_device
+from ...compute.holes import Holes, Start
+from ...compute.kernels.rotate import Rotation
+from ...compute.needs import Needs
+from ...compute.parts import AllReduce, Mover
+from ...compute.shape import Shape
+from ...compute.store import Store
+from ...compute.transfer import restored, stashed, to_device
+from .plan import KeyRotation
 
 #: Tokens of one layer whose keys are rotated at once, since float32 copies take several times their memory.
 TURNED = 1024
@@ -33,18 +35,35 @@ class Originals(Mover):
         block_size: tokens.
         held_blocks: most blocks that a request holds.
         device: device of the cache.
+
+    Attributes:
+        rotations: layer -> rotation of its keys.
     """
 
     kind = KeyRotation
+    host_use = (
+        "a request that outgrows its context takes up to {} of host memory on each rank, for its keys as they were "
+        "computed"
+    )
 
     def __init__(self, store: Store, holes: Holes, block_size: int, held_blocks: int, device: torch.device) -> None:
         self._store, self._holes, self._held_blocks, self._device = store, holes, held_blocks, device
+        self.rotations: Mapping[Any, Rotation] = {}
         #: Blocks that are rotated at once.
         self._some = max(TURNED // block_size, 1)
         #: Request -> {logical block: computed keys of all layers, [X] (see `Store.keys`)}.
         self._kept: dict[str, dict[int, torch.Tensor]] = {}
         #: Requests whose holes changed with this step.
         self._changed: Set[str] = frozenset()
+
+    def loaded(self, vllm_config: Any, model: torch.nn.Module, layers: Mapping[str, Any]) -> None:
+        from .positions import rotations
+
+        self.rotations = rotations(vllm_config, model, layers)
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(each.frequencies.nbytes for each in {id(each): each for each in self.rotations.values()}.values())
 
     @property
     def is_empty(self) -> bool:
@@ -107,4 +126,4 @@ class Originals(Mover):
                 else:
                     keys = self._store.keys(source)
                     kept.update(zip(blocks, map(stashed, keys)))
-                self._store.turn(source, target, keys, tokens)
+                self._store.turn(source, target, keys, tokens, self.rotations)
