@@ -1,208 +1,129 @@
-"""Which commands of vLLM's recipe book a KV policy serves, by device: asks the plugin's own configuration.
+"""Which commands of vLLM's recipe book start under a KV policy, by device: asks the plugin's own configuration.
 
-    python benchmarks/recipes.py BOOK [--devices h200 b200] [--policies sink-window h2o adakv] [--rows FILE.csv]
-        [--servers single prefill decode simple lmcache printed] [--speculation]
+    python benchmarks/recipes.py [--devices h200 b200] [--servers single ...] [--policies h2o ...] [--out FILE.json]
+    python benchmarks/recipes.py --table        prints the tables of docs/models.md
 
-BOOK is a checkout of https://github.com/vllm-project/recipes. For each language model it recommends one command on a
-device: the default variant on one node, with the features that are not opt-in (`single`). Some models may prefill and
-decode on separate servers (`prefill`, `decode`), most may keep blocks of the prefix cache in host memory (`simple`,
-`lmcache`), by the book's own flags. Its texts print further commands, for devices of all kinds (`printed`). The book
-lacks the configurations of these models. So one model stands for each class of recipes.json, in sizes of published
-models, and gets the flags of the commands, without those of front ends, images and experts; so do drafters, of
-recipes.json too. With --speculation only recipes with a drafter count, and it is on. Nothing is loaded and no device is
-needed, as for `vllm-evict check`.
+`recipe_book.py` took the commands from the book. The book lacks the configurations of its models. So one model stands
+for each class of recipe_book.json, in sizes of published models, and gets the flags of the commands; so do drafters.
+Commands as recommended (`single`) are asked under each policy and preset, others under `OTHERS`. Nothing is loaded and
+no device is needed, as for `vllm-evict check`. Each command is asked in a process of its own, so that none sees what
+another changed.
 """
 
 import argparse
-import csv
 import json
+import os
 import platform
-import re
-import shlex
 import subprocess
 import sys
 import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from fnmatch import fnmatchcase
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
+from recipe_book import CLASSES, DEVICES, LIST, SERVERS, Command, known
+from reports import RESULTS, hardware, to_json
 
-CLASSES = json.loads(Path(__file__).with_suffix(".json").read_text())
-#: Feature of recipes that drafts.
-DRAFTS = "spec_decoding"
+OUT = RESULTS / "recipes.json"
+#: Policies with fields that documents name.
+FURTHER = (
+    '{"name":"full","evict":"host","host":"16GiB"}',
+    '{"name":"full","read":4096}',
+    '{"name":"snapkv","granularity":"token"}',
+    '{"name":"tova","prompt":"whole"}',
+)
+#: What is asked of commands that are not the recommended ones.
+OTHERS = ("h2o-pressure", "h2o", "sink-window")
 #: Method -> configuration of a drafter that is a model of its own.
 DRAFTERS = {method: each["config"] for each in CLASSES for method in each.get("drafts", ())}
-#: Flags of front ends, files, images and experts, which the models of `CLASSES` lack.
-LEFT_OUT = {
-    *("--enable-auto-tool-choice", "--tool-call-parser", "--tool-call-parser-plugin", "--tool-parser-plugin"),
-    *("--chat-template", "--reasoning-parser", "--reasoning-parser-plugin", "--generation-config"),
-    *("--served-model-name", "--tokenizer_mode", "--tokenizer-mode", "--config_format", "--config-format"),
-    *("--load_format", "--load-format", "--tokenizer", "--host", "--port", "--quantization", "--hf-overrides"),
-    *("--mm-encoder-tp-mode", "--mm-processor-cache-gb", "--limit-mm-per-prompt", "--enable-expert-parallel"),
+#: Packages on which answers depend; a host that serves the models has all of them.
+PACKAGES = ("vllm", "transformers", "torch", "triton", "torchvision", "flashinfer-python", "mistral_common", "ray")
+#: Server -> its words in the table.
+WORDS = {
+    "single": "as recommended",
+    "prefill": "prefill and decode apart, the side of prefills",
+    "decode": "the side of decodes",
+    "simple": "with `SimpleCPUOffloadConnector`",
+    "lmcache": "with LMCache",
+    "drafts": "with a drafter",
+    "printed": "all that texts of the book print",
 }
-#: What a recipe's server may be, beside the recommended one.
-SERVERS = ("single", "prefill", "decode", "simple", "lmcache", "printed")
-#: What follows `vllm serve` in a text: a line of a shell, with those that a backslash joins to it.
-PRINTED = re.compile(r"vllm serve ((?:[^\n`\\]|\\[\s\S])+)")
-ASK = """
-import json, sys
-from vllm_evict.tools.check import cli as check
+SERVED, UNKNOWN = "starts", "unknown: "
 
-check.become(sys.argv[1])
-for flags in json.load(sys.stdin):
+
+def policies() -> list[str]:
+    """Return the values of --kv-policy that are counted: all names that need no file of gates, and `FURTHER`."""
+    from vllm_evict.config import KVPolicyConfig, KVPolicyError
+    from vllm_evict.config.sources import presets
+    from vllm_evict.policies import POLICIES
+
+    def complete(name: str) -> bool:
+        try:
+            return bool(KVPolicyConfig.parse(name))
+        except KVPolicyError:
+            return False
+
+    return sorted(filter(complete, {*POLICIES, *presets(), *FURTHER}))
+
+
+def answer(flags: Sequence[str], policy: str) -> str:
+    """Return what `vllm-evict check` says of a server, in one line: that it starts, why not, or what is unknown."""
+    from vllm_evict.tools.check import cli as check
+
     try:
-        said = "served" if check.accepted(flags) else ""
+        return SERVED if check.accepted([*flags, "--kv-policy", policy]) else ""
     except check.CheckError as error:
-        said = f"unknown: {error}"
+        return f"{UNKNOWN}{error}"
     except check.KVPolicyError as error:
-        said = "; ".join(check.refusals_of(error))
-    print(json.dumps(said), flush=True)
-"""
+        return "; ".join(check.refusals_of(error))
 
 
-class Command(NamedTuple):
-    """A recommended command.
+def answer_all(device: str) -> None:
+    """Print the answers to each server that stdin has, a process for each. This process imports what they import."""
+    from vllm_evict.tools.check import cli as check
 
-    Attributes:
-        recipe: organisation and name of the model.
-        of: entry of `CLASSES`.
-        flags: what follows the model, without `LEFT_OUT`.
-    """
-
-    recipe: str
-    of: dict[str, Any]
-    flags: tuple[str, ...]
-
-
-def commands(book: Path, device: str, server: str = "single", speculates: bool = False) -> Iterator[Command]:
-    """Yield what the book recommends on a device: for each model that may have it, one of `SERVERS`.
-
-    With `speculates`, models that have drafters alone, with these on.
-    """
-    if server == "printed":
-        yield from {(each.of["class"], each.recipe, each.flags): each for each in printed(book)}.values()
-        return
-    taxonomy = yaml.safe_load((book / "taxonomy.yaml").read_text())
-    profile = taxonomy["hardware_profiles"][device]
-    for file in sorted(book.glob("models/*/*.yaml")):
-        name = f"{file.parent.name}/{file.stem}"
-        recipe = yaml.safe_load(file.read_text())
-        if speculates and DRAFTS not in (recipe.get("features") or {}):
-            continue
-        of = _class_of(name)
-        if of is None or recipe["meta"].get("hardware", {}).get(device) == "unsupported":
-            continue
-        strategy, flags = recipe.get("default_strategy", "single_node_tp"), []
-        if server in ("prefill", "decode"):
-            strategy = "pd_cluster"
-            if strategy not in recipe.get("compatible_strategies", ()):
-                continue
-            flags = yaml.safe_load((book / "strategies" / "pd_cluster.yaml").read_text())[server]["vllm_args"]
-        elif server != "single":
-            offload = taxonomy["kv_offload"][server]
-            barred = (recipe.get("kv_offload_support") or {}).get(server) == "unsupported"
-            if barred or strategy not in offload.get("strategies", (strategy,)):
-                continue
-            flags = offload["args"]
-        yield Command(name, of, tuple(_kept(recommended(recipe, device, profile, strategy, server, flags, speculates))))
-
-
-def printed(book: Path) -> Iterator[Command]:
-    """Yield the commands of the book's texts, without variables in front of them, and without placeholders."""
-    for file in sorted((*book.glob("models/*/*.yaml"), *book.glob("*/*.md"))):
-        for line in PRINTED.findall(file.read_text()):
+    check.become(device)
+    for flags, names in json.load(sys.stdin):
+        here = set(sys.modules)
+        reader, writer = os.pipe()
+        if not os.fork():
+            said = [answer(flags, name) for name in names]
+            with os.fdopen(writer, "w") as file:
+                json.dump([said, [name for name in sys.modules if name not in here]], file)
+            os._exit(0)
+        os.close(writer)
+        with os.fdopen(reader) as file:
+            said, imported = json.load(file)
+        os.wait()
+        for name in imported:
             try:
-                words = shlex.split(line.replace("\\\n", " "))
-            except ValueError:  # a value that goes on in the next line
+                import_module(name)
+            except Exception:  # a module that another one made
                 continue
-            model, *flags = takewhile(lambda word: word not in ("#", "|", "&", "&&", ">"), words)
-            of = _class_of(model) or _class_of(f"{file.parent.name}/{file.stem}")
-            if of is not None and not re.search(r"[<$]|\.\.\.|--omni", line):
-                dashed = (re.sub("^--[a-z_-]+", lambda flag: flag[0].replace("_", "-"), word) for word in flags)
-                split = (word.split("=", 1) if word.startswith("--") else [word] for word in dashed)
-                yield Command(model, of, tuple(_kept(sum(split, []))))
+        print(json.dumps(said), flush=True)
 
 
-def _class_of(name: str) -> dict[str, Any] | None:
-    """Return the entry of `CLASSES` of a model, by organisation and name."""
-    known = ((each, pattern.lower()) for each in CLASSES for pattern in each["recipes"])
-    return next((each for each, pattern in known if fnmatchcase(name.lower(), pattern)), None)
-
-
-def recommended(
-    recipe: dict[str, Any],
-    device: str,
-    profile: dict[str, Any],
-    strategy: str,
-    server: str,
-    own: Sequence[str],
-    speculates: bool = False,
-) -> list[str]:
-    """Return the flags of a recipe's command on one node, the last of two equal ones in force.
-
-    As in the book's src/lib/command-synthesis.js: flags of the model, of the device from general to exact, of features.
+def ask(device: str, servers: list[tuple[list[str], Sequence[str]]]) -> Iterator[list[str]]:
+    """Yield what the plugin says of each server on a device, by policy.
 
     Args:
-        own: flags of the strategy, or of what keeps blocks on the host.
+        servers: flags of `vllm serve`, and policies.
     """
-    variant, keys = recipe["variants"]["default"], (profile["brand"].lower(), profile["generation"], device)
-    of_strategy, side = (recipe.get("strategy_overrides") or {}).get(strategy, {}), strategy == "pd_cluster"
-    flags = [*recipe["model"].get("base_args", ()), *variant.get("extra_args", ()), *(own if side else ())]
-    for overrides in (of_strategy, of_strategy.get(server, {}) if side else {}):
-        flags += overrides.get("extra_args", ())
-    for overrides in (recipe.get("hardware_overrides") or {}, variant.get("hardware_overrides") or {}):
-        for key in keys:
-            flags += (overrides.get(key) or {}).get("extra_args", ())
-    degree = profile["gpu_count"] if side else _degree(recipe, variant, profile, keys)
-    experts = of_strategy.get(server, {}).get("parallelism") == "dep" if side else strategy.endswith("dep")
-    flags += ["--data-parallel-size" if experts else "--tensor-parallel-size", str(degree)]
-    for name, feature in (recipe.get("features") or {}).items():
-        wanted = name not in (recipe.get("opt_in_features") or ()) or (speculates and name == DRAFTS)
-        if wanted and strategy in feature.get("strategies", (strategy,)):
-            modes = feature.get("modes") or {}
-            mode = modes.get(feature.get("default_mode"), next(iter(modes.values()), {}))
-            flags += [*feature.get("args", ()), *mode.get("args", ())]
-    flags += () if side else own
-    return [part for flag in map(str, flags) for part in (flag.split(" ", 1) if flag.startswith("--") else [flag])]
-
-
-def _degree(recipe: dict[str, Any], variant: dict[str, Any], profile: dict[str, Any], keys: Sequence[str]) -> int:
-    """Return on how many GPUs a model is spread: as declared, or on one if its weights fit, or on the whole node."""
-    of_strategy = (recipe.get("strategy_overrides") or {}).get("single_node_tp", {})
-    for declared in (variant.get("tp"), of_strategy.get("tp")):
-        if isinstance(declared, dict):
-            declared = next((declared[key] for key in (*keys[::-1], "default") if key in declared), None)
-        if declared:
-            return min(declared, profile["gpu_count"])
-    fits = variant.get("vram_minimum_gb", 0) <= profile["vram_gb"] / profile["gpu_count"]
-    return 1 if fits else profile["gpu_count"]
-
-
-def _kept(flags: list[str]) -> Iterator[str]:
-    """Yield flags that an engine reads, each once."""
-    last: dict[str, list[str]] = {}
-    while flags:
-        flag = flags.pop(0)
-        values = [flags.pop(0)] if flags and not flags[0].startswith("-") else []
-        last.pop(flag, None)
-        last[flag] = values
-    for flag, values in last.items():
-        if flag not in LEFT_OUT:
-            yield from (flag, *values)
-
-
-def ask(device: str, servers: list[list[str]]) -> list[str]:
-    """Return what the plugin says of servers on a device: "served", or why not, after "unknown: " if it can't tell."""
-    done = subprocess.run(
-        [sys.executable, "-c", ASK, device], input=json.dumps(servers), stdout=subprocess.PIPE, text=True, check=True
-    )
-    return list(map(json.loads, done.stdout.splitlines()))
+    with tempfile.TemporaryFile("w+") as asked:
+        json.dump(servers, asked)
+        asked.seek(0)
+        command = [sys.executable, __file__, "--answer", device]
+        with subprocess.Popen(command, stdin=asked, stdout=subprocess.PIPE, text=True) as process:
+            for number, line in enumerate(process.stdout, 1):
+                yield json.loads(line)
+                if number % 50 == 0:
+                    print(f"{device}: {number} of {len(servers)} servers", file=sys.stderr)
+    if process.returncode:
+        sys.exit(f"{' '.join(command)} ended with exit status {process.returncode}")
 
 
 def with_drafter(command: Command, folder: Path) -> tuple[dict[str, Any], list[str]]:
@@ -242,80 +163,158 @@ def _written(config: dict[str, Any], folder: Path) -> str:
     return str(path)
 
 
-def answers(
-    book: Path, device: str, server: str, policies: Sequence[str], folder: Path, speculates: bool = False
-) -> list[tuple[Command, list[str]]]:
-    """Return for each command on a device what is said of it under each policy. Models are written to `folder`."""
-    given, servers = list(commands(book, device, server, speculates)), {}
-    if server == "prefill":  # No policy runs there: a plain model stands for those without a configuration.
-        given = [each if "config" in each.of else each._replace(of=CLASSES[0]) for each in given]
-    for command in given:
-        if "config" in command.of:
-            config, flags = with_drafter(command, folder)
-            for policy in policies:
-                line = [_written(config, folder), *flags, "--kv-policy", policy]
-                servers[command.of["class"], command.flags, policy] = line
-    said = dict(zip(servers, ask(device, list(servers.values())), strict=True))
+def rows(device: str, wanted: dict[str, Sequence[str]], folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield what is said of each command on a device: a row, with an answer for each policy.
 
-    def of(command: Command, policy: str) -> str:
-        return command.of.get("refused") or said[command.of["class"], command.flags, policy]
-
-    return [(command, [of(command, policy) for policy in policies]) for command in given]
-
-
-def environment(book: Path) -> str:
-    """Return what the counts depend on: the book's commit, and the versions of packages here."""
-    names = ("vllm-evict", "vllm", "transformers", "torch", "torchvision")
-    here = ", ".join(f"{name} {_version(name)}" for name in names)
-    at = subprocess.run(["git", "-C", book, "log", "-1", "--format=%h of %cs"], capture_output=True, text=True)
-    return (
-        f"Book: {at.stdout.strip() or 'no checkout of git'}. Environment: python {platform.python_version()}, {here}."
-    )
+    Args:
+        wanted: server -> its policies.
+        folder: gets the models' configurations.
+    """
+    given: list[tuple[str, Command]] = []
+    servers: dict[tuple[Any, ...], list[str]] = {}
+    for server, names in wanted.items():
+        for command in known(server, device):
+            if server == "prefill" and "config" not in command.of:
+                # No policy runs there: a plain model stands for those without a configuration.
+                command = command._replace(of=CLASSES[0])
+            given.append((server, command))
+            if "config" in command.of:
+                config, flags = with_drafter(command, folder)
+                servers[command.of["class"], command.flags, tuple(names)] = [_written(config, folder), *flags]
+    asked = [(flags, key[-1]) for key, flags in servers.items()]
+    said = dict(zip(servers, ask(device, asked)))
+    for server, command in given:
+        refused, names = command.of.get("refused"), wanted[server]
+        answers = [refused] * len(names) if refused else said[command.of["class"], command.flags, tuple(names)]
+        yield {"server": server, "device": device, "recipe": command.recipe, "said": list(map(_cause, answers))}
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "missing"
+def _cause(said: str) -> str:
+    """Return an answer without what to do; what is unknown without the folder of the model."""
+    return said.split(" [type=")[0][:150] if said.startswith(UNKNOWN) else said.split(": ", 1)[0][:150]
+
+
+def environment() -> dict[str, str]:
+    """Return what the answers depend on beside the list: versions of packages here."""
+    from vllm_evict import __version__
+
+    found = {"python": platform.python_version(), "vllm-evict": __version__}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "missing"
+    return found
+
+
+def measured(devices: Sequence[str], wanted: dict[str, Sequence[str]], before: dict[str, Any]) -> dict[str, Any]:
+    """Ask all, and return the results: answers are numbered, since few of them are unlike.
+
+    Args:
+        before: results of before. Rows of other devices stay, if they were asked the same in the same environment.
+    """
+    at = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=LIST.parent)
+    book = json.loads(LIST.read_text())
+    about = {
+        "command": "python benchmarks/recipes.py",
+        "hardware": hardware(),
+        "commit": at.stdout.strip(),
+        "environment": environment(),
+        "book": {name: book[name] for name in ("source", "commit")},
+        "policies": {server: list(names) for server, names in wanted.items()},
+    }
+    found = []
+    if about == {name: before.get(name) for name in about}:
+        kept = [row for row in before["rows"] if row["device"] not in devices]
+        found = [row | {"said": [before["answers"][said] for said in row["said"]]} for row in kept]
+    with tempfile.TemporaryDirectory() as folder:
+        found += [row for device in devices for row in rows(device, wanted, Path(folder))]
+    answers = list(dict.fromkeys([SERVED, *(said for row in found for said in row["said"])]))
+    numbered = [row | {"said": [answers.index(said) for said in row["said"]]} for row in found]
+    return about | {"answers": answers, "rows": numbered}
+
+
+class Count(NamedTuple):
+    """Of the commands for one server and device, under one policy: how many start, of how many, and are unknown."""
+
+    starts: int
+    of: int
+    unknown: int
+
+    def __str__(self) -> str:
+        return f"{self.starts} of {self.of}" + f" ({self.unknown} unknown)" * bool(self.unknown)
+
+
+def counts(results: dict[str, Any]) -> dict[tuple[str, str, str], Count]:
+    """Return (server, device, policy) -> how many commands start."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for row in results["rows"]:
+        for policy, said in zip(results["policies"][row["server"]], row["said"]):
+            found.setdefault((row["server"], row["device"], policy), []).append(results["answers"][said])
+    return {
+        key: Count(said.count(SERVED), len(said), sum(each.startswith(UNKNOWN) for each in said))
+        for key, said in found.items()
+    }
+
+
+def table(results: dict[str, Any]) -> str:
+    """Return what docs/models.md shows: policies that start, those with equal counts in one row, then the others."""
+    found = counts(results)
+    devices = list(dict.fromkeys(device for _, device, _ in found))
+    lines = [f"| servers | policies | {' | '.join(map(str.upper, devices))} |", f"|---|---|{'---:|' * len(devices)}"]
+    nowhere: list[str] = []
+    for server, names in results["policies"].items():
+        alike: dict[tuple[Count, ...], list[str]] = {}
+        for name in names:
+            alike.setdefault(tuple(found[server, device, name] for device in devices), []).append(f"`{name}`")
+        for counted, its in sorted(alike.items(), reverse=True):
+            if any(each.starts for each in counted):
+                lines.append(f"| {WORDS[server]} | {', '.join(its)} | {' | '.join(map(str, counted))} |")
+            else:
+                nowhere += its if server == "single" else []
+    if nowhere:
+        lines += ["", "Policies that start on none of these GPUs:", ""]
+        at = {name: index for index, name in enumerate(results["policies"]["single"])}
+        for name in nowhere:
+            said = Counter(row["said"][at[name[1:-1]]] for row in results["rows"] if row["server"] == "single")
+            cause, _ = said.most_common(1)[0]
+            lines.append(f"- {name}: {results['answers'][cause]}")
+    return "\n".join([*lines, "", about(results)])
+
+
+def about(results: dict[str, Any]) -> str:
+    """Return what the counts depend on, and of which commands nothing is known."""
+    of = results["environment"]
+    here = ", ".join(f"{name} {version}" for name, version in of.items() if version != "missing")
+    missing = ", ".join(name for name, version in of.items() if version == "missing")
+    unknown: dict[str, set[str]] = {}
+    for row in results["rows"]:
+        for said in (results["answers"][number] for number in row["said"]):
+            if said.startswith(UNKNOWN):
+                unknown.setdefault(said.removeprefix(UNKNOWN), set()).add(row["recipe"])
+    lines = [f"The book is {results['book']['commit']}. Environment: {here}; without {missing or 'nothing'}."]
+    lines += [f"Unknown there: {', '.join(sorted(recipes))}: {cause}." for cause, recipes in unknown.items()]
+    return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("book", type=Path)
-    parser.add_argument("--devices", nargs="+", default=["h200", "b200"])
-    parser.add_argument("--policies", nargs="+", default=["sink-window", "h2o", "adakv"])
-    parser.add_argument("--servers", nargs="+", default=["single"], choices=SERVERS)
-    parser.add_argument("--speculation", action="store_true", help="recipes with drafters alone, with these on")
-    parser.add_argument("--rows", type=Path, help="a CSV file with a row for each command")
+    parser.add_argument("--devices", nargs="+", default=DEVICES)
+    parser.add_argument("--servers", nargs="+", default=SERVERS, choices=SERVERS)
+    parser.add_argument("--policies", nargs="+", help="all servers are asked under these alone")
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--table", action="store_true", help="prints the tables of --out, and asks nothing")
     args = parser.parse_args(argv)
-    found: dict[tuple[str, str], list[tuple[Command, list[str]]]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for server in args.servers:
-            for device in args.devices:
-                asked = args.book, device, server, args.policies, Path(folder), args.speculation
-                found[server, device] = answers(*asked)
-    print(f"| server | policy | {' | '.join(args.devices)} |\n|---|---{'|---:' * len(args.devices)}|")
-    for server in args.servers:
-        for index, policy in enumerate(args.policies):
-            of = [found[server, device] for device in args.devices]
-            counts = [f"{sum(said[index] == 'served' for _, said in rows)} of {len(rows)}" for rows in of]
-            print(f"| {server} | `{policy}` | {' | '.join(counts)} |")
-    print(f"\n{environment(args.book)}\n")
-    for (server, device), rows in found.items():
-        for index, policy in enumerate(args.policies):
-            causes = Counter(said[index].split(": ", 1)[0][:150] for _, said in rows if said[index] != "served")
-            for cause, count in causes.most_common():
-                print(f"{server}, {device}, {policy}: {count} not served: {cause}")
-    if args.rows:
-        with args.rows.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(["server", "device", "recipe", "class", "flags", *args.policies])
-            for (server, device), rows in found.items():
-                for command, said in rows:
-                    of_command = (server, device, command.recipe, command.of["class"], " ".join(command.flags))
-                    writer.writerow([*of_command, *said])
+    if not args.table:
+        of = {server: policies() if server == "single" else OTHERS for server in args.servers}
+        wanted = {server: args.policies or names for server, names in of.items()}
+        before = json.loads(args.out.read_text()) if args.out.exists() else {}
+        args.out.write_text(to_json(measured(args.devices, wanted, before)) + "\n")
+    print(table(json.loads(args.out.read_text())))
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--answer"]:
+        answer_all(sys.argv[2])
+    else:
+        main()

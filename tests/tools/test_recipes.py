@@ -1,4 +1,4 @@
-"""`benchmarks/recipes.py`: the commands of a recipe book, and the count of those that are served."""
+"""`benchmarks/recipes.py`: the commands of a recipe book, and the count of those that start."""
 
 import json
 
@@ -9,11 +9,16 @@ PROFILES = {"hardware_profiles": {"b200": dict(brand="NVIDIA", generation="black
 
 
 @pytest.fixture
-def recipes(script):
+def book(script):
+    return script("recipe_book")
+
+
+@pytest.fixture
+def recipes(book, script):
     return script("recipes")
 
 
-def write(book, name, **changes):
+def write(folder, name, **changes):
     recipe = {
         "meta": {},
         "model": {"base_args": ["--max-num-seqs 64", "--trust-remote-code"]},
@@ -25,12 +30,12 @@ def write(book, name, **changes):
         "variants": {"default": {"vram_minimum_gb": 100}},
         **changes,
     }
-    file = book / "models" / f"{name}.yaml"
+    file = folder / "models" / f"{name}.yaml"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(yaml.safe_dump(recipe))
 
 
-def test_commands_and_counts(recipes, tmp_path, monkeypatch, capsys):
+def test_commands_and_counts(book, recipes, tmp_path, monkeypatch, capsys):
     (tmp_path / "taxonomy.yaml").write_text(yaml.safe_dump(PROFILES))
     write(tmp_path, "Qwen/Qwen3-8B")
     overrides = {"blackwell": {"extra_args": ["--max-num-seqs", "8"]}, "h200": {"extra_args": ["--enforce-eager"]}}
@@ -38,35 +43,48 @@ def test_commands_and_counts(recipes, tmp_path, monkeypatch, capsys):
     write(tmp_path, "Qwen/Qwen3-4B", meta={"hardware": {"b200": "unsupported"}})
     write(tmp_path, "zai-org/GLM-5", variants={"default": {"tp": {"default": 2, "blackwell": 4}}})
     write(tmp_path, "Qwen/Qwen-Image")  # none of the classes
-    flags = {command.recipe: " ".join(command.flags) for command in recipes.commands(tmp_path, "b200")}
+    flags = {command.recipe: " ".join(command.flags) for command in book.commands(tmp_path, "b200")}
     assert flags == {
         "Qwen/Qwen3-8B": "--max-num-seqs 64 --trust-remote-code --tensor-parallel-size 1",
         "Qwen/Qwen3-32B": "--trust-remote-code --max-num-seqs 8 --tensor-parallel-size 8",
         "zai-org/GLM-5": "--max-num-seqs 64 --trust-remote-code --tensor-parallel-size 4",
     }
+    commands = [
+        {"recipe": each.recipe, "class": each.of["class"], "for": ["single b200"], "flags": " ".join(each.flags)}
+        for each in book.commands(tmp_path, "b200")
+    ]
+    monkeypatch.setattr(book, "LIST", tmp_path / "list.json")
+    monkeypatch.setattr(recipes, "LIST", book.LIST)
+    book.LIST.write_text(json.dumps({"source": "SOURCE", "commit": "COMMIT", "commands": commands}))
 
     def ask(device, servers):
-        for model, *_ in servers:
+        said = {"h2o": "starts", "adakv": "why: do this", "tova": "unknown: no file"}
+        for (model, *_), names in servers:
             with open(f"{model}/config.json") as file:
                 assert json.load(file)["architectures"] == ["Qwen3ForCausalLM"]
-        return ["served" if flags[-1] == "h2o" else "why: do this" for flags in servers]
+            yield [said[name] for name in names]
 
     monkeypatch.setattr(recipes, "ask", ask)
-    rows = tmp_path / "rows.csv"
-    recipes.main([str(tmp_path), "--devices", "b200", "--policies", "h2o", "adakv", "--rows", str(rows)])
-    said = capsys.readouterr().out.splitlines()
-    assert said[:4] == [
-        "| server | policy | b200 |",
+    out = tmp_path / "recipes.json"
+    asked = ["--devices", "b200", "--servers", "single", "--policies", "h2o", "adakv", "tova", "--out", str(out)]
+    recipes.main(asked)
+    said = capsys.readouterr().out
+    lines = [line for line in said.splitlines() if line]
+    assert lines[:6] == [
+        "| servers | policies | B200 |",
         "|---|---|---:|",
-        "| single | `h2o` | 2 of 3 |",
-        "| single | `adakv` | 0 of 3 |",
+        "| as recommended | `h2o` | 2 of 3 |",
+        "Policies that start on none of these GPUs:",
+        "- `tova`: unknown: no file",
+        "- `adakv`: why",
     ]
-    (told,) = (line for line in said if line.startswith("Book: no checkout of git. Environment: python 3."))
-    assert "vllm 0." in told and "torchvision " in told
-    assert "single, b200, adakv: 2 not served: why" in said and len(rows.read_text().splitlines()) == 4
+    assert lines[6].startswith("The book is COMMIT. Environment: python 3.") and "vllm 0." in lines[6]
+    assert lines[7:] == ["Unknown there: Qwen/Qwen3-32B, Qwen/Qwen3-8B: no file."]
+    recipes.main(["--table", "--out", str(out)])
+    assert capsys.readouterr().out == said
 
 
-def test_commands_that_texts_print(recipes, tmp_path):
+def test_commands_that_texts_print(book, tmp_path):
     """Lines that a backslash joins, in fences and between backticks, each once; no placeholders."""
     guide = """
     VLLM_USE_X=1 vllm serve qwen/Qwen3-8B \\
@@ -81,17 +99,17 @@ def test_commands_that_texts_print(recipes, tmp_path):
     file = tmp_path / "models/Qwen/Qwen3-32B.yaml"
     file.parent.mkdir(parents=True)
     file.write_text(guide)
-    given = {command.recipe: command.flags for command in recipes.commands(tmp_path, "b200", "printed")}
+    given = {command.recipe: command.flags for command in book.commands(tmp_path, "b200", "printed")}
     drafts = ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}')
     assert given == {
         "qwen/Qwen3-8B": ("--tensor-parallel-size", "2", "-cc.mode=3", *drafts),
         "Qwen/Qwen3-8B-FP8": ("--max-model-len", "4096"),
         "nvidia/Renamed-FP4": ("-tp", "8"),
     }
-    assert len(list(recipes.commands(tmp_path, "b200", "printed"))) == 3
+    assert len(list(book.commands(tmp_path, "b200", "printed"))) == 3
 
 
-def test_drafters_have_stand_ins(recipes, tmp_path):
+def test_drafters_have_stand_ins(book, recipes, tmp_path):
     (tmp_path / "taxonomy.yaml").write_text(yaml.safe_dump(PROFILES))
     write(tmp_path, "Qwen/Qwen3-8B")
     dotted = ["--speculative-config.method mtp", "--speculative-config.num_speculative_tokens 1"]
@@ -99,7 +117,7 @@ def test_drafters_have_stand_ins(recipes, tmp_path):
     for name, args in {"zai-org/GLM-4.7": dotted, "Qwen/Qwen3-32B": head}.items():
         features = {"spec_decoding": {"args": args}}
         write(tmp_path, name, features=features, opt_in_features=["spec_decoding"])
-    given = {command.recipe: command for command in recipes.commands(tmp_path, "b200", speculates=True)}
+    given = {command.recipe: command for command in book.commands(tmp_path, "b200", "drafts")}
     assert given.keys() == {"zai-org/GLM-4.7", "Qwen/Qwen3-32B"}
     config, flags = recipes.with_drafter(given["zai-org/GLM-4.7"], tmp_path)
     assert config["num_nextn_predict_layers"] == 1
