@@ -1,6 +1,7 @@
 """`vllm-evict tune` without an engine: search and statistics, prompts, what is refused, and what is not measured again."""
 
 import json
+import queue
 import re
 import sys
 from collections import Counter
@@ -11,7 +12,7 @@ import pytest
 from evaluation import NEEDLE
 
 from vllm_evict import cli
-from vllm_evict.tools.eval import EvalError, questions
+from vllm_evict.tools.eval import EvalError, progress, questions
 from vllm_evict.tools.eval.backends import engine_config
 from vllm_evict.tools.eval.prompts import Prompts
 from vllm_evict.tools.tune import audited
@@ -98,6 +99,31 @@ def test_agreement_of_tokens_confirms_by_answers_and_falsely_no_more_often_than_
     drawn = np.where(rng.random((400, n)) < 0.89, 1.0, 0.5)
     assert np.mean([Figure(tuple(scores)).confirms(0.95) for scores in drawn]) < 0.025
     assert not Figure((1.0,) * 2).confirms(0.95) and Figure((1.0,) * 99 + (0.5,)).confirms(0.94)
+
+
+# --- progress --------------------------------------------------------------------------------------------------------
+
+
+def test_lines_go_on_while_nothing_new_is_done(monkeypatch):
+    """An engine that starts, or a batch of long prompts, takes minutes."""
+    monkeypatch.setattr(progress, "EVERY", 0.01)
+    said = queue.Queue()
+    run = progress.Progress(said.put, "prompt")
+    try:
+        run.total = 4
+        run.begin("starting vLLM", told=True)
+        lines = [said.get(timeout=10) for _ in range(3)]
+        assert lines[0] == "starting vLLM" and {*lines[1:]} == {"starting vLLM: 0 of at most 4 prompts"}
+        run.begin("h2o 25%, search")
+        run.update(1)
+        while not (line := said.get(timeout=10)).startswith(
+            "h2o 25%, search: 1 of at most 4 prompts, at most 0 s left"
+        ):
+            assert "starting" in line or line == "h2o 25%, search: 0 of at most 4 prompts"
+    finally:
+        run.close()
+    told = said.qsize()
+    assert not run._thread.is_alive() and said.qsize() == told
 
 
 # --- prompts ---------------------------------------------------------------------------------------------------------

@@ -151,7 +151,8 @@ def run(args: RunOptions, say: Callable[[str], None]) -> list[Row]:
         for number, (job, cells) in enumerate(todo, 1):
             if cells:
                 if not args.url:
-                    progress.say(f"starting vLLM on {args.model}, engine {number} of {len(todo)}: {job.setting}")
+                    engine = f"engine {number} of {len(todo)}: {job.setting}"
+                    progress.begin(f"starting vLLM on {args.model}, {engine}", told=True)
                 _work(args, job, cells, rows, progress)
     finally:
         progress.close()

@@ -170,6 +170,7 @@ class AuditedEngine:
                 scores = {"identical": said.identical, "unchanged": not said.changed}
                 agreed = said.agreed / said.tokens
                 audit.add(answer.kept == CONTROL, {**{k: float(v) for k, v in scores.items()}, "tokens": agreed})
+            advance(1)
 
         self._audits.told = told
         for start in range(0, len(questions), self._batch):
@@ -180,7 +181,6 @@ class AuditedEngine:
             for prompt, output in zip(ids, outputs, strict=True):
                 usage, tokens = output.kv_usage, len(prompt) + len(output.outputs[0].token_ids)
                 held.append(Held(len(prompt), tokens, usage.budget_tokens, usage.peak_resident_tokens))
-            advance(len(batch))
             _refuse_unheard(audit, "the engine")
         audit.hold(held)
         return audit

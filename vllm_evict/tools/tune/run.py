@@ -242,7 +242,7 @@ class Tuner:
             self.close()
             if self.args.url is None:
                 which = f", engine {number} of {len(self._starts)}" * (len(self._starts) > 1)
-                self._progress.say(f"starting vLLM on {self.model} for {', '.join(sorted(labels))}{which}")
+                self._progress.begin(f"starting vLLM on {self.model} for {', '.join(sorted(labels))}{which}", told=True)
             self._backend, self._running = start(), start
         return self._backend
 
