@@ -35,6 +35,8 @@ ANSWER = 12
 DEPTHS = 24
 #: Tokens of a needle's prompt and answer below those of its cell.
 MARGIN = 100
+#: Tokens of a block, unless a setting's name has others.
+BLOCK = 32
 #: Requests that are computed together.
 BATCH = 8
 Row = dict[str, Any]
@@ -168,6 +170,12 @@ def held(rows: list[Row]) -> str:
     return f"{sum(shares) / len(shares):.0%}".replace("%", " %") if shares else "all"
 
 
+def shown(setting: str) -> str:
+    """Return a setting's name; of a policy in JSON its fields."""
+    policy, brace, rest = setting.rpartition("}")
+    return f"`{policy}{brace}`{rest}" if brace else setting
+
+
 def needles(found: dict) -> str:
     """Return the table of right answers, of all prompts and of those that stock vLLM answers."""
     lines = [
@@ -185,8 +193,7 @@ def needles(found: dict) -> str:
             right = f"{sum(row['right'] for row in rows.values())} of {len(rows)}"
             share = f"{sum(both)} of {len(both)} ({low:.0%} to {high:.0%})".replace("%", " %")
             share = "" if setting == "stock" else share
-            name = setting if not setting.startswith("{") else f"`{setting}`"
-            lines.append(f"| {model} | {tokens:,} | {name} | {right} | {share} | {held([*rows.values()])} |")
+            lines.append(f"| {model} | {tokens:,} | {shown(setting)} | {right} | {share} | {held([*rows.values()])} |")
     return "\n".join(lines)
 
 
@@ -205,9 +212,8 @@ def texts(found: dict) -> str:
                 continue
             ours, theirs = (math.exp(sum(each) / len(both)) for each in zip(*both, strict=True))
             low, high = (math.exp(each) for each in bootstrap([one - other for one, other in both]))
-            name = setting if not setting.startswith("{") else f"`{setting}`"
             perplexity, ratio = f"{ours:.2f}, {theirs:.2f}", f"{ours / theirs:.3f} ({low:.3f} to {high:.3f})"
-            lines.append(f"| {model} | {tokens:,} | {name} | {perplexity} | {ratio} | {len(both)} |")
+            lines.append(f"| {model} | {tokens:,} | {shown(setting)} | {perplexity} | {ratio} | {len(both)} |")
     return "\n".join(lines)
 
 
@@ -227,7 +233,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("essays", nargs="?", help="folder of texts")
     parser.add_argument("--cells", nargs="+", type=cell, default=[("needle", 2048, 24)], metavar="TASK:TOKENS:PROMPTS")
     parser.add_argument("--settings", nargs="+", metavar="SETTING", help="only these: names, or policies as JSON")
-    parser.add_argument("--block-size", type=int, default=32)
+    parser.add_argument("--block-size", type=int, default=BLOCK)
     parser.add_argument("--chunk", type=int, default=512, help="most tokens of a step")
     parser.add_argument("--cache", type=int, default=1, help="GiB of the KV cache")
     parser.add_argument("--threads", type=int, default=1, help="OpenMP threads of the engine")
@@ -240,14 +246,15 @@ def missing(options: argparse.Namespace) -> Iterator[tuple[str, dict | None, lis
     done = by_setting(read(Path(options.raw)))
     for setting in options.settings or settings(0):
         by_policy: dict[str, list] = defaultdict(list)
+        name = setting if options.block_size == BLOCK else f"{setting}, blocks of {options.block_size}"
         for task, tokens, prompts in options.cells:
-            its = done[Path(options.model).name, task, tokens][setting]
+            its = done[Path(options.model).name, task, tokens][name]
             if left := [number for number in numbers(prompts) if number not in its]:
                 named = settings(tokens)
                 policy = json.dumps(named[setting]) if setting in named else setting
                 by_policy[policy].append((task, tokens, left))
         for policy, cells in by_policy.items():
-            yield setting, json.loads(policy), cells
+            yield name, json.loads(policy), cells
 
 
 def main() -> None:
