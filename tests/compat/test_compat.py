@@ -33,7 +33,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_evict import KVPolicyConfig, KVPolicyError
 from vllm_evict.config import REQUEST_FIELDS
 from vllm_evict.core.usage import KVUsage
-from vllm_evict.integration import plugin
+from vllm_evict.integration import plugin, seams
 from vllm_evict.integration.engine.carriers import EvictionOutput, EvictionOutputs, EvictionStats
 from vllm_evict.integration.engine.scheduler import AsyncEvictionScheduler, EvictionScheduler
 from vllm_evict.integration.engine.tally import METRICS
@@ -66,6 +66,8 @@ def hooked_functions(module):
     }
 
 
+#: Modules of vLLM -> what applies the plugin's seams to them.
+HOOKS = seams.hooks()
 #: Hooked modules in which no function is replaced: one class, and what models of requests take.
 WITHOUT_FUNCTIONS = (
     *("vllm.v1.engine.core_client", "vllm.entrypoints.scale_out.token_in_token_out.protocol"),
@@ -73,12 +75,12 @@ WITHOUT_FUNCTIONS = (
 )
 
 
-@pytest.mark.parametrize("name", plugin.HOOKS)
+@pytest.mark.parametrize("name", HOOKS)
 def test_hooks_are_applied_once(name):
     module = importlib.import_module(name)
     before = hooked_functions(module)
     assert before or name in WITHOUT_FUNCTIONS
-    plugin.HOOKS[name](module)
+    HOOKS[name](module)
     plugin.register()
     assert hooked_functions(module) == before
 
@@ -122,14 +124,14 @@ def test_a_tracer_that_came_first_switches_nothing_off(traced):
     name, module = traced
     places = [(getattr(module, cls), method) for cls, methods in HOOKED[name].items() for method in methods]
     theirs = [vars(cls)[method] for cls, method in places]
-    plugin.HOOKS[name](module)
+    HOOKS[name](module)
     hooked = [vars(cls)[method] for cls, method in places]
     assert [function.__wrapped__ for function in hooked] == theirs
     # Nor does one that came later make it hook again.
     cls, method = places[-1]
     later = functools.wraps(hooked[-1])(lambda *args, **kwargs: hooked[-1](*args, **kwargs))
     setattr(cls, method, later)
-    plugin.HOOKS[name](module)
+    HOOKS[name](module)
     assert vars(cls)[method] is later
 
 
@@ -312,8 +314,7 @@ def searched(vllm_config, prompt, xargs, max_tokens=8):
             given.append(entrypoints._of_beam(SamplingParams(extra_args={"of": "vLLM"})).extra_args)
             yield prompt
 
-    module = types.SimpleNamespace(BeamSearchOnlineMixin=Search)
-    entrypoints.hook_beam_search(module)
+    entrypoints.check_beam_search.on(Search)
 
     async def answer():
         entrypoints._answered.set(CompletionRequest(prompt="t1", vllm_xargs=xargs))

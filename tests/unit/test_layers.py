@@ -33,6 +33,8 @@ MAY_IMPORT = {
     "tools": {"config", "policies", "core", "compute", "integration", "integration.start", "integration.engine"},
 }
 BESIDE = {"": "config", "__init__": "integration", "cli": "tools", "plugin": "integration", "__main__": "tools"}
+#: What all of `integration` declares its replacements by.
+BESIDE["integration.seams"] = "integration.start"
 #: File of a feature -> its room, if that is not named as the file.
 OF_FEATURES = {"positions": "worker"}
 #: Modules with a list of what features have; each may import the files of this room.
@@ -52,6 +54,8 @@ CIRCLES = {"triton_kernels"}
 
 
 def room_of(module):
+    if module in BESIDE:
+        return BESIDE[module]
     first, *rest = module.split(".")
     if first == "features" and len(rest) > 1:  # `features.kvzip.plan` is in the room `features.plan`
         return f"features.{OF_FEATURES.get(rest[1], rest[1])}"

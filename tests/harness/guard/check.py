@@ -61,6 +61,8 @@ def imported(ours: Sources) -> dict[str, list[str]]:
                 names = [f"{node.module}:{alias.name}" for alias in node.names]
             elif isinstance(node, ast.Constant) and re.fullmatch(r"vllm(\.\w+)+", str(node.value)):
                 names = [] if node.value in NO_NAMES else [node.value]
+            elif isinstance(node, ast.Constant) and re.fullmatch(r"vllm(\.\w+)+:\w+", str(node.value)):
+                names = [node.value]
             for name in names:
                 if re.match(r"vllm\b(?!_)", name):
                     found.setdefault(name, set()).add(module)

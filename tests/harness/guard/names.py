@@ -6,53 +6,12 @@ Names that the plugin only imports are no entries: `check` finds them in the plu
 from vllm_evict.integration.start.versions import MOVED
 from vllm_evict.tools.check.stand_in import COMPILED
 
+from .seams import replaced
+
 #: Class or module of vLLM -> ours -> the methods and functions that ours takes the place of. `ours` holds one of the
 #: same name (a class, or a function that defines it), or is itself what is put in its place.
 REPLACED = {
-    "vllm.config.vllm:VllmConfig": {
-        "integration.start.fallback:hook.with_policy": "_get_v2_model_runner_unsupported_features",
-        "integration.start.fallback:hook.validated": "_validate_v1_model_runner",
-    },
-    "vllm.engine.arg_utils:EngineArgs": {
-        "integration.start.arguments:_with_flag.with_flag": "add_cli_args",
-        "integration.start.arguments:_with_policy.with_policy": "create_engine_config",
-    },
-    "vllm.entrypoints.anthropic.serving:AnthropicServingMessages": {
-        "integration.frontend.entrypoints:hook_messages.checked": "create_messages",
-    },
-    "vllm.entrypoints.generate.beam_search.offline:BeamSearchOfflineMixin": {
-        "integration.frontend.entrypoints:hook_offline_beam_search.marked": "beam_search",
-    },
-    "vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin": {
-        "integration.frontend.entrypoints:hook_beam_search.checked": "beam_search",
-    },
-    "vllm.entrypoints.serve.engine.serving:BaseServing": {
-        "integration.frontend.entrypoints:hook_serving.noted": "_check_model",
-    },
-    "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses": {
-        "integration.frontend.entrypoints:hook_responses.checked": "_generate_with_builtin_tools",
-    },
-    "vllm.v1.engine.async_llm:AsyncLLM": {
-        "integration.frontend.entrypoints:hook_async_llm.checked": "generate",
-        "integration.frontend.entrypoints:hook_async_llm.add_known_session": "_add_streaming_input_request",
-    },
-    "vllm.v1.engine.core:EngineCore": {"integration.start.reloads:hook": "add_lora collective_rpc"},
-    "vllm.v1.engine.core:EngineCoreProc": {"integration.start.ending:hook.handled": "_handle_shutdown"},
-    "vllm.v1.engine.input_processor:InputProcessor": {
-        "integration.frontend.entrypoints:hook_input_processor.checked": "process_inputs",
-    },
-    "vllm.v1.engine.output_processor:OutputProcessor": {
-        "integration.frontend.usage:hook_output_processor.processed": "process_outputs",
-    },
-    "vllm.v1.engine.output_processor:RequestState": {
-        "integration.frontend.usage:hook_output_processor.with_usage": "make_request_output",
-        "integration.frontend.usage:hook_output_processor.completion_with_usage": "_new_completion_output",
-    },
-    "vllm.outputs:RequestOutput": {"integration.frontend.usage:hook_output_processor.merged": "add"},
-    "vllm.v1.metrics.loggers:StatLoggerManager": {
-        "integration.frontend.entrypoints:hook_loggers.with_metrics": "__init__",
-        "integration.frontend.entrypoints:hook_loggers.recorded": "record",
-    },
+    **replaced(),
     "vllm.v1.core.sched.scheduler:Scheduler": {
         "integration.engine.scheduler:EvictionMixin": "__init__ schedule update_from_output _free_request_blocks "
         "_free_request finish_requests reset_prefix_cache _build_kv_connector_meta _handle_invalid_blocks make_stats "

@@ -22,10 +22,10 @@ from packaging.version import Version
 from vllm_evict.integration.start.versions import TOUCHED, digest
 
 from .check import Facts, complaints, extract, touched
+from .seams import OURS
 from .source import Sources
 
 FACTS = Path(__file__).with_name("facts.json")
-OURS = Sources(Path(__file__).parents[3] / "vllm_evict", "vllm_evict")
 
 
 def load(version: str) -> Facts:

@@ -7,17 +7,16 @@ import math
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import ModuleType
 from typing import Any
 
 from pydantic import BeforeValidator, WrapValidator
 
 from ...config import BEAM, REQUEST_FIELDS, TURN_FIELDS, KVPolicyConfig, KVPolicyError
 from ...config.errors import shown
+from ..seams import extends, replaces
 from ..start.connectors import asks_to_hand_on, hands_on, prefills_alone
-from ..start.late import once
-from .metrics import PrometheusMetrics
-from .usage import show_messages_usage, show_usage, take_more, watch
+from .metrics import server_policy
+from .usage import take_more, watch
 
 # Below vLLM's own, which says where lines go; its module can't be imported yet.
 logger = logging.getLogger("vllm.evict")
@@ -33,12 +32,6 @@ _answered: ContextVar[Any] = ContextVar("kv_evict_answered", default=None)
 _beam_fields: ContextVar[dict[str, Any] | None] = ContextVar("kv_evict_beam_fields", default=None)
 
 
-def _server_policy(vllm_config: Any) -> KVPolicyConfig | None:
-    additional = vllm_config.additional_config
-    value = additional.get("kv_policy") if isinstance(additional, dict) else None
-    return None if value is None else KVPolicyConfig.parse(value)
-
-
 def _check_request(vllm_config: Any, extra_args: Any, prompt_len: int, max_tokens: int | None) -> KVPolicyConfig | None:
     """Refuse a request that asks for what it may not have: HTTP 400 on a server, `VLLMValidationError` offline.
 
@@ -49,7 +42,7 @@ def _check_request(vllm_config: Any, extra_args: Any, prompt_len: int, max_token
 
     if extra_args is None or extra_args == {}:
         return None
-    config, is_object = _server_policy(vllm_config), isinstance(extra_args, Mapping)
+    config, is_object = server_policy(vllm_config), isinstance(extra_args, Mapping)
     if config is None:
         if is_object and not extra_args.keys().isdisjoint(REQUEST_FIELDS):
             _warn_without_policy()
@@ -173,7 +166,7 @@ def _check_places(vllm_config: Any, request: Any) -> None:
     """Refuse a client's request with one of `REQUEST_FIELDS` that vLLM drops unseen: it stands in the wrong place."""
     from vllm.exceptions import VLLMValidationError
 
-    if _server_policy(vllm_config) is None:
+    if server_policy(vllm_config) is None:
         return
     if (to_chat := getattr(request, "to_chat_completion_request", None)) is not None:
         request = to_chat(request.messages[0])  # a batch of chats hands all fields on to each of them
@@ -230,8 +223,16 @@ def _without_nulls(xargs: Any) -> Any:
     return {field: value for field, value in xargs.items() if value is not None or field not in REQUEST_FIELDS}
 
 
+@extends(
+    "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest",
+    "vllm.entrypoints.openai.completion.protocol:CompletionRequest",
+    "vllm.entrypoints.openai.responses.protocol:ResponsesRequest",
+    "vllm.entrypoints.anthropic.protocol:AnthropicMessagesRequest",
+    at_import=True,
+    why="`vllm_xargs` of a request may have null for some of `REQUEST_FIELDS`, as if they were left out",
+    remove_when="vLLM's `vllm_xargs` take null",
+)
 def take_nulls(cls: Any) -> None:
-    """Let a model of requests take `vllm_xargs` in which some of `REQUEST_FIELDS` are null."""
     cls.model_fields["vllm_xargs"].metadata.append(BeforeValidator(_without_nulls))
     cls.model_rebuild(force=True)
 
@@ -252,7 +253,7 @@ def _check_turn(vllm_config: Any, params: Any) -> None:
     """Refuse a turn of a streaming session that asks for another policy than its first one."""
     from vllm.exceptions import VLLMValidationError
 
-    config, known = _server_policy(vllm_config), _session.get()
+    config, known = server_policy(vllm_config), _session.get()
     if config is None or known is None:
         return
     asked = (params.extra_args or {}).get("kv_policy")
@@ -276,42 +277,47 @@ def _warn_without_policy() -> None:
     )
 
 
-def hook_async_llm(module: ModuleType) -> None:
-    """Validate streamed requests when they are made: the generator starts only after the response has."""
-    cls = module.AsyncLLM
-    generate, add_session = cls.generate, cls._add_streaming_input_request
-    if not once(cls):
-        return
-
-    @functools.wraps(add_session)
+@replaces(
+    "vllm.v1.engine.async_llm:AsyncLLM._add_streaming_input_request",
+    at_import=True,
+    why="later turns of a streaming session are checked against its first one, in a context of the session's own",
+    remove_when="vLLM checks the turns of a session, or lets plugins",
+)
+def add_session(stock: Callable[..., Any]) -> Callable[..., Any]:
     async def add_known_session(self: Any, *args: Any, **kwargs: Any) -> Any:
         # The task that takes its turns in is made there, with a copy of this context.
         before = _session.set([])
         try:
-            return await add_session(self, *args, **kwargs)
+            return await stock(self, *args, **kwargs)
         finally:
             _session.reset(before)
 
-    @functools.wraps(generate)
+    return add_known_session
+
+
+@replaces(
+    "vllm.v1.engine.async_llm:AsyncLLM.generate",
+    at_import=True,
+    why="requests are checked when they are made: vLLM's generator starts only after the response has",
+    remove_when="vLLM validates streamed requests before it answers",
+)
+def check_generate(generate: Callable[..., Any]) -> Callable[..., Any]:
     def checked(self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
         sampling_params = _of_beam(sampling_params)
         _check_prompt(self, prompt, sampling_params)
         return watch(generate(self, prompt, sampling_params, *args, **kwargs), sampling_params)
 
-    cls.generate, cls._add_streaming_input_request = checked, add_known_session
+    return checked
 
 
-def hook_serving(module: ModuleType) -> None:
-    """Note each client's request before it is answered, and refuse fields that vLLM would drop unseen.
-
-    Every endpoint asks `_check_model` first. Those that generate have a client of the engine.
-    """
-    cls = module.BaseServing
-    check_model = cls._check_model
-    if not once(cls):
-        return
-
-    @functools.wraps(check_model)
+@replaces(
+    "vllm.entrypoints.serve.engine.serving:BaseServing._check_model",
+    at_import=True,
+    why="notes each client's request before it is answered, and refuses fields that vLLM would drop unseen",
+    remove_when="vLLM refuses unknown fields, and hands requests to plugins",
+)
+def note_request(check_model: Callable[..., Any]) -> Callable[..., Any]:
+    # Every endpoint asks `_check_model` first. Those that generate have a client of the engine.
     async def noted(self: Any, request: Any) -> Any:
         error = await check_model(self, request)
         if error is None and (engine_client := _engine_client(self)) is not None:
@@ -319,7 +325,7 @@ def hook_serving(module: ModuleType) -> None:
             _answered.set(request)
         return error
 
-    cls._check_model = noted
+    return noted
 
 
 def _engine_client(serving: Any) -> Any:
@@ -330,36 +336,43 @@ def _engine_client(serving: Any) -> Any:
     return getattr(serving, "engine_client", None) or getattr(context, "engine_client", None)
 
 
-def hook_messages(module: ModuleType) -> None:
-    """Do the same for /v1/messages, whose requests vLLM makes into chats that lack what it drops."""
-    cls = module.AnthropicServingMessages
-    create_messages = cls.create_messages
-    if not once(cls):
-        return
-
-    @functools.wraps(create_messages)
+@replaces(
+    "vllm.entrypoints.anthropic.serving:AnthropicServingMessages.create_messages",
+    at_import=True,
+    why="refuses such fields of /v1/messages, whose requests vLLM makes into chats that lack what it drops",
+    remove_when="vLLM refuses unknown fields",
+)
+def check_messages(create_messages: Callable[..., Any]) -> Callable[..., Any]:
     async def checked(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         _check_places(self.engine_client.vllm_config, request)
         return await create_messages(self, request, *args, **kwargs)
 
-    cls.create_messages = checked
+    return checked
 
 
-def hook_tokens(module: ModuleType) -> None:
-    """Let requests of tokens keep fields that vLLM does not know, so that `hook_serving` sees them."""
-    if once(module.GenerateRequest):
-        module.GenerateRequest.model_fields["sampling_params"].metadata.append(WrapValidator(_with_unknown))
-        take_more(module.GenerateRequest)
+@extends(
+    "vllm.entrypoints.scale_out.token_in_token_out.protocol:GenerateRequest",
+    at_import=True,
+    why="requests of tokens keep fields that vLLM does not know, to be refused by `note_request`",
+    remove_when="vLLM refuses unknown fields",
+)
+def keep_unknown(cls: Any) -> None:
+    cls.model_fields["sampling_params"].metadata.append(WrapValidator(_with_unknown))
+    take_more(cls)
 
 
-def hook_beam_search(module: ModuleType) -> None:
-    """Give the requests of a beam search what its client asks of the policy, and check it before an answer begins."""
-    cls = module.BeamSearchOnlineMixin
-    beam_search = cls.beam_search
-    if not once(cls):
-        return
+@replaces(
+    "vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin.beam_search",
+    at_import=True,
+    why="gives the requests of a beam search what its client asks of the policy, checked before an answer begins",
+    remove_when="vLLM hands `vllm_xargs` to the requests of a beam search",
+)
+def check_beam_search(beam_search: Callable[..., Any]) -> Callable[..., Any]:
+    async def searching(outputs: AsyncGenerator[Any, None], fields: dict[str, Any]) -> AsyncGenerator[Any, None]:
+        _beam_fields.set(fields)  # the tasks that ask the engine have a copy
+        async for output in outputs:
+            yield output
 
-    @functools.wraps(beam_search)
     def checked(
         self: Any, prompt: Any, request_id: Any, params: Any, *args: Any, **kwargs: Any
     ) -> AsyncGenerator[Any, None]:
@@ -374,22 +387,16 @@ def hook_beam_search(module: ModuleType) -> None:
                 fields.pop("kv_usage", None)
         return searching(beam_search(self, prompt, request_id, params, *args, **kwargs), fields)
 
-    async def searching(outputs: AsyncGenerator[Any, None], fields: dict[str, Any]) -> AsyncGenerator[Any, None]:
-        _beam_fields.set(fields)  # the tasks that ask the engine have a copy
-        async for output in outputs:
-            yield output
-
-    cls.beam_search = checked
+    return checked
 
 
-def hook_offline_beam_search(module: ModuleType) -> None:
-    """Mark the requests of a beam search of `LLM` as such."""
-    cls = module.BeamSearchOfflineMixin
-    beam_search = cls.beam_search
-    if not once(cls):
-        return
-
-    @functools.wraps(beam_search)
+@replaces(
+    "vllm.entrypoints.generate.beam_search.offline:BeamSearchOfflineMixin.beam_search",
+    at_import=True,
+    why="marks the requests of a beam search of `LLM` as such",
+    remove_when="requests of vLLM say that a beam search made them",
+)
+def mark_beam_search(beam_search: Callable[..., Any]) -> Callable[..., Any]:
     def marked(self: Any, *args: Any, **kwargs: Any) -> Any:
         before = _beam_fields.set({})
         try:
@@ -397,49 +404,30 @@ def hook_offline_beam_search(module: ModuleType) -> None:
         finally:
             _beam_fields.reset(before)
 
-    cls.beam_search = marked
+    return marked
 
 
-def hook_requests(name: str) -> Callable[[ModuleType], None]:
-    """Have the requests `name` of a module take null in the place of fields that are not given."""
-
-    def hook(module: ModuleType) -> None:
-        if once(getattr(module, name)):
-            take_nulls(getattr(module, name))
-
-    return hook
-
-
-def hook_anthropic(module: ModuleType) -> None:
-    """Do the same for messages, whose answers get their usage too."""
-    hook_requests("AnthropicMessagesRequest")(module)
-    show_messages_usage(module)
-
-
-def hook_responses(module: ModuleType) -> None:
-    """Do the same for /v1/responses, which asks the engine from within the stream; its answers get their usage too."""
-    cls = module.OpenAIServingResponses
-    generate = cls._generate_with_builtin_tools
-    if not once(cls):
-        return
-
-    @functools.wraps(generate)
+@replaces(
+    "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses._generate_with_builtin_tools",
+    at_import=True,
+    why="checks requests of /v1/responses, which vLLM makes from within the stream",
+    remove_when="vLLM validates streamed requests before it answers",
+)
+def check_responses(generate: Callable[..., Any]) -> Callable[..., Any]:
     def checked(self: Any, request_id: str, engine_input: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
         _check_prompt(self.engine_client, engine_input, sampling_params)
         return generate(self, request_id, engine_input, sampling_params, *args, **kwargs)
 
-    cls._generate_with_builtin_tools = checked
-    show_usage(module.ResponseUsage)
+    return checked
 
 
-def hook_input_processor(module: ModuleType) -> None:
-    """Validate what every request asks for (`REQUEST_FIELDS`) where vLLM validates the rest."""
-    cls = module.InputProcessor
-    process_inputs = cls.process_inputs
-    if not once(cls):
-        return
-
-    @functools.wraps(process_inputs)
+@replaces(
+    "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
+    at_import=True,
+    why="validates what every request asks for (`REQUEST_FIELDS`) where vLLM validates the rest",
+    remove_when="vLLM lets plugins validate requests",
+)
+def check_inputs(process_inputs: Callable[..., Any]) -> Callable[..., Any]:
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
         request = process_inputs(self, *args, **kwargs)
         if request.sampling_params is None:
@@ -457,35 +445,4 @@ def hook_input_processor(module: ModuleType) -> None:
             params.extra_args = {**(params.extra_args or {}), BEAM: True}
         return request
 
-    cls.process_inputs = checked
-
-
-def hook_loggers(module: ModuleType) -> None:
-    """Show the scheduler's counts on /metrics, beside vLLM's own."""
-    cls = module.StatLoggerManager
-    init, record = cls.__init__, cls.record
-    if not once(cls):
-        return
-
-    @functools.wraps(init)
-    def with_metrics(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, vllm_config, *args, **kwargs)
-        self.kv_evict_metrics = None
-        if (policy := _server_policy(vllm_config)) is not None:
-            from ..engine.mechanisms import KINDS
-
-            # After vLLM's Prometheus logger, which unregisters every metric called vllm:*.
-            name = vllm_config.model_config.served_model_name
-            # There is one: vLLM's, or the one that was given in its place (Ray's).
-            beside = next(each for each in self.stat_loggers if isinstance(each, module.PrometheusStatLogger))
-            classes = beside._counter_cls, beside._gauge_cls
-            self.kv_evict_metrics = PrometheusMetrics(name, self.engine_indexes, policy, KINDS, *classes)
-
-    @functools.wraps(record)
-    def recorded(self: Any, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
-        counts = getattr(scheduler_stats, "kv_evict", None)
-        if counts is not None and self.kv_evict_metrics is not None:
-            self.kv_evict_metrics.record(counts, kwargs.get("engine_idx") or 0)
-        record(self, scheduler_stats, *args, **kwargs)
-
-    cls.__init__, cls.record = with_metrics, recorded
+    return checked

@@ -1,12 +1,13 @@
 """Eviction on vLLM's own /metrics: counted by the scheduler, shown by the front end."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from typing import Any
 
 from ...config import KVPolicyConfig
 from ...core.mechanisms import Mechanism
 from ..engine.tally import METRICS
+from ..seams import replaces
 
 #: What names of metrics begin with, so that vLLM unregisters them with its own.
 PREFIX = "vllm:kv_evict_"
@@ -64,3 +65,51 @@ class PrometheusMetrics:
             labels = self._model_name, str(engine), policy, *filter(None, [label])
             self._series[of] = self._made[key].labels(*labels)
         return self._series[of]
+
+
+def server_policy(vllm_config: Any) -> KVPolicyConfig | None:
+    """Return the policy in vLLM's configuration; None: there is none."""
+    additional = vllm_config.additional_config
+    value = additional.get("kv_policy") if isinstance(additional, dict) else None
+    return None if value is None else KVPolicyConfig.parse(value)
+
+
+@replaces(
+    "vllm.v1.metrics.loggers:StatLoggerManager.__init__",
+    at_import=True,
+    why="the scheduler's counts have metrics on /metrics, beside vLLM's own",
+    remove_when="vLLM lets plugins add metrics",
+)
+def add_metrics(init: Callable[..., None]) -> Callable[..., None]:
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+    def with_metrics(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, vllm_config, *args, **kwargs)
+        self.kv_evict_metrics = None
+        if (policy := server_policy(vllm_config)) is not None:
+            from ..engine.mechanisms import KINDS
+
+            # After vLLM's Prometheus logger, which unregisters every metric called vllm:*.
+            name = vllm_config.model_config.served_model_name
+            # There is one: vLLM's, or the one that was given in its place (Ray's).
+            beside = next(each for each in self.stat_loggers if isinstance(each, PrometheusStatLogger))
+            classes = beside._counter_cls, beside._gauge_cls
+            self.kv_evict_metrics = PrometheusMetrics(name, self.engine_indexes, policy, KINDS, *classes)
+
+    return with_metrics
+
+
+@replaces(
+    "vllm.v1.metrics.loggers:StatLoggerManager.record",
+    at_import=True,
+    why="counts what a step's statistics say",
+    remove_when="vLLM lets plugins add metrics",
+)
+def record_counts(record: Callable[..., None]) -> Callable[..., None]:
+    def recorded(self: Any, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
+        counts = getattr(scheduler_stats, "kv_evict", None)
+        if counts is not None and self.kv_evict_metrics is not None:
+            self.kv_evict_metrics.record(counts, kwargs.get("engine_idx") or 0)
+        record(self, scheduler_stats, *args, **kwargs)
+
+    return recorded

@@ -1,14 +1,13 @@
 """Carries the cache use of a request from the engine core to users: outputs, metrics, answers of a server."""
 
 import functools
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from contextvars import ContextVar
-from types import ModuleType
 from typing import Any
 
 from ...core.usage import KVUsage
-from ..start.late import once
+from ..seams import extends, replaces
 
 
 class AnswerUsage:
@@ -64,30 +63,37 @@ def watch(outputs: AsyncGenerator[Any, None], params: Any) -> AsyncGenerator[Any
     return answer.watch(outputs)
 
 
-def hook_core_client(module: ModuleType) -> None:
-    """Read the plugin's fields of what engine cores send."""
+@replaces(
+    "vllm.v1.engine.core_client:EngineCoreOutputs",
+    at_import=True,
+    why="front ends read the plugin's fields of what engine cores send",
+    remove_when="outputs and statistics of vLLM carry fields of plugins",
+)
+def read_own_fields(stock: type) -> type:
     from ..engine.carriers import EvictionOutputs
 
-    vars(module)["EngineCoreOutputs"] = EvictionOutputs
+    return EvictionOutputs
 
 
-def hook_output_processor(module: ModuleType) -> None:
-    """Hand a finished request's `KVUsage` to its output: `RequestOutput.kv_usage`, and on each completion (n > 1).
+@extends(
+    "vllm.outputs:CompletionOutput",
+    "vllm.outputs:RequestOutput",
+    "vllm.v1.engine.output_processor:RequestState",
+    at_import=True,
+    why="a finished request's `KVUsage` is `kv_usage` of its output, and of each completion (n > 1)",
+    remove_when="outputs of vLLM carry fields of plugins",
+)
+def have_usage(cls: Any) -> None:
+    cls.kv_usage = None
 
-    It is in the output's metrics too, as Ray Data shows those.
-    """
-    from vllm.outputs import CompletionOutput, RequestOutput
 
-    from ..engine.carriers import RequestStats
-
-    processor, state = module.OutputProcessor, module.RequestState
-    if not once(state):
-        return
-    state.kv_usage = RequestOutput.kv_usage = CompletionOutput.kv_usage = None
-    process_outputs, make_request_output = processor.process_outputs, state.make_request_output
-    new_completion_output, add = state._new_completion_output, RequestOutput.add
-
-    @functools.wraps(process_outputs)
+@replaces(
+    "vllm.v1.engine.output_processor:OutputProcessor.process_outputs",
+    at_import=True,
+    why="takes usage from what the engine core sent",
+    remove_when="outputs of vLLM carry fields of plugins",
+)
+def take_usage(process_outputs: Callable[..., Any]) -> Callable[..., Any]:
     def processed(self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         for output in engine_core_outputs:
             usage = getattr(output, "kv_usage", None)
@@ -95,7 +101,20 @@ def hook_output_processor(module: ModuleType) -> None:
                 request.kv_usage = usage
         return process_outputs(self, engine_core_outputs, *args, **kwargs)
 
-    @functools.wraps(make_request_output)
+    return processed
+
+
+@replaces(
+    "vllm.v1.engine.output_processor:RequestState.make_request_output",
+    at_import=True,
+    why="gives usage to outputs, and to their metrics, as Ray Data shows those",
+    remove_when="outputs of vLLM carry fields of plugins",
+)
+def give_usage(make_request_output: Callable[..., Any]) -> Callable[..., Any]:
+    from vllm.outputs import RequestOutput
+
+    from ..engine.carriers import RequestStats
+
     def with_usage(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = make_request_output(self, *args, **kwargs)
         if isinstance(output, RequestOutput):
@@ -107,43 +126,39 @@ def hook_output_processor(module: ModuleType) -> None:
                 output.metrics = RequestStats(**vars(output.metrics), kv_usage=shown)
         return output
 
-    @functools.wraps(new_completion_output)
+    return with_usage
+
+
+@replaces(
+    "vllm.v1.engine.output_processor:RequestState._new_completion_output",
+    at_import=True,
+    why="gives usage to each completion",
+    remove_when="outputs of vLLM carry fields of plugins",
+)
+def give_completion_usage(new_completion_output: Callable[..., Any]) -> Callable[..., Any]:
     def completion_with_usage(self: Any, *args: Any, **kwargs: Any) -> Any:
         completion = new_completion_output(self, *args, **kwargs)
         completion.kv_usage = self.kv_usage
         return completion
 
-    @functools.wraps(add)
+    return completion_with_usage
+
+
+@replaces(
+    "vllm.outputs:RequestOutput.add",
+    at_import=True,
+    why="streamed outputs are merged when a reader is slow, and usage comes with the last one",
+    remove_when="outputs of vLLM carry fields of plugins",
+)
+def merge_usage(add: Callable[..., None]) -> Callable[..., None]:
     def merged(self: Any, next_output: Any, aggregate: bool) -> None:
-        """Streamed outputs are merged when a reader is slow; the usage comes with the last one."""
         add(self, next_output, aggregate)
         self.kv_usage, self.metrics = next_output.kv_usage or self.kv_usage, next_output.metrics
         usages = {completion.index: completion.kv_usage for completion in next_output.outputs}
         for completion in self.outputs:
             completion.kv_usage = usages.get(completion.index) or completion.kv_usage
 
-    processor.process_outputs, state.make_request_output = processed, with_usage
-    state._new_completion_output, RequestOutput.add = completion_with_usage, merged
-
-
-def show_usage(cls: Any) -> None:
-    """Let a model of what an answer of the server cost (`usage`) have `kv_usage` too."""
-    init = cls.__init__
-    if not once(cls):
-        return
-
-    @functools.wraps(init)
-    def with_usage(self: Any, **fields: Any) -> None:
-        init(self, **fields)
-        if (answer := _answer.get()) is not None and (shown := answer.shown()) is not None:
-            self.kv_usage = shown
-
-    cls.__init__ = with_usage
-
-
-def hook_usage(module: ModuleType) -> None:
-    """Chats, completions, tokens."""
-    show_usage(module.UsageInfo)
+    return merged
 
 
 def take_more(cls: Any, *users: Any) -> None:
@@ -153,8 +168,32 @@ def take_more(cls: Any, *users: Any) -> None:
         each.model_rebuild(force=True)
 
 
-def show_messages_usage(module: ModuleType) -> None:
-    """Let the usage of messages take further fields, and their requests keep fields that vLLM does not know."""
+@extends(
+    "vllm.entrypoints.anthropic.protocol",
+    at_import=True,
+    why="the usage of messages takes further fields, and requests keep fields that vLLM does not know, to be refused",
+    remove_when="these models allow further fields, as those of chats do",
+)
+def take_more_of_messages(module: Any) -> None:
     take_more(module.AnthropicUsage, module.AnthropicMessagesResponse, module.AnthropicStreamEvent)
     take_more(module.AnthropicMessagesRequest)
-    show_usage(module.AnthropicUsage)
+
+
+@extends(
+    "vllm.entrypoints.serve.engine.protocol:UsageInfo",
+    "vllm.entrypoints.anthropic.protocol:AnthropicUsage",
+    "vllm.entrypoints.openai.responses.serving:ResponseUsage",
+    at_import=True,
+    why="what an answer of a server cost (`usage`) has `kv_usage` too, where its request asks for it",
+    remove_when="usage of vLLM carries fields of plugins",
+)
+def show_usage(cls: Any) -> None:
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def with_usage(self: Any, **fields: Any) -> None:
+        init(self, **fields)
+        if (answer := _answer.get()) is not None and (shown := answer.shown()) is not None:
+            self.kv_usage = shown
+
+    cls.__init__ = with_usage

@@ -10,10 +10,9 @@ import inspect
 import re
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 from pydantic import ValidationError
@@ -22,6 +21,7 @@ from ...config import REGISTRY, KVPolicyConfig, KVPolicyError, presets
 from ...config.errors import shown
 from ...config.fields import SERVER
 from ...config.sources import read
+from ..seams import extends, replaces
 
 #: Fields that users may give.
 FIELDS = ("name", *REGISTRY.fields(), *(option.name for option in SERVER))
@@ -65,18 +65,14 @@ class _Added:
 (_FIELD,) = dataclasses.fields(_Added)
 
 
-def hook(module: ModuleType) -> None:
-    """Extend `vllm.engine.arg_utils`; once."""
-    base = module.EngineArgs
-    if _FIELD.name in base.__dataclass_fields__:
-        return
-    for cls in (base, module.AsyncEngineArgs):
-        _add_field(cls)
-    base.add_cli_args = staticmethod(_with_flag(base.add_cli_args))
-    base.create_engine_config = _with_policy(base.create_engine_config)
-
-
-def _add_field(cls: Any) -> None:
+@extends(
+    "vllm.engine.arg_utils:EngineArgs",
+    "vllm.engine.arg_utils:AsyncEngineArgs",
+    at_import=True,
+    why="`LLM(kv_policy=...)`: engine arguments have a field of that name",
+    remove_when="vLLM lets plugins add engine arguments",
+)
+def add_field(cls: Any) -> None:
     """Make `kv_policy` a dataclass field of the class.
 
     Code that lists or copies the fields of engine arguments (`dataclasses.replace`, `from_cli_args`, vLLM's log of
@@ -103,8 +99,13 @@ def _with_keyword(init: Any) -> Any:
     return __init__
 
 
-def _with_flag(add_cli_args: Any) -> Any:
-    @functools.wraps(add_cli_args)
+@replaces(
+    "vllm.engine.arg_utils:EngineArgs.add_cli_args",
+    at_import=True,
+    why="`--kv-policy` is one of vLLM's flags",
+    remove_when="vLLM lets plugins add engine arguments",
+)
+def add_flag(add_cli_args: Callable[..., Any]) -> Callable[..., Any]:
     def with_flag(parser: Any) -> Any:
         parser = add_cli_args(parser)
         group = parser.add_argument_group("KV policy", "Eviction of KV cache blocks while serving (vllm_evict).")
@@ -141,8 +142,13 @@ class _Policy(argparse.Action):
         setattr(namespace, self.dest, config)
 
 
-def _with_policy(create_engine_config: Any) -> Any:
-    @functools.wraps(create_engine_config)
+@replaces(
+    "vllm.engine.arg_utils:EngineArgs.create_engine_config",
+    at_import=True,
+    why="a policy is checked and put into the engine's configuration, with the scheduler and worker that evict",
+    remove_when="vLLM lets plugins add engine arguments, and change the configuration made of them",
+)
+def configure(create_engine_config: Callable[..., Any]) -> Callable[..., Any]:
     def with_policy(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = _requested(self)
         if config is None:

@@ -1,24 +1,21 @@
 """Tells a scheduler that its engine is about to end."""
 
-import functools
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
-from .late import once
+from ..seams import replaces
 
 
-def hook(module: ModuleType) -> None:
-    """Have the scheduler hear of it where an engine core drains its requests, which vLLM tells no scheduler."""
-    cls = module.EngineCoreProc
-    handle = cls._handle_shutdown
-    if not once(cls):
-        return
-
-    @functools.wraps(handle)
+@replaces(
+    "vllm.v1.engine.core:EngineCoreProc._handle_shutdown",
+    at_import=True,
+    why="the scheduler hears that its engine drains its requests, and begins nothing new",
+    remove_when="vLLM tells its scheduler of a shutdown",
+)
+def handle_shutdown(handle: Callable[..., bool]) -> Callable[..., bool]:
     def handled(self: Any) -> bool:
         if not self.is_running() and (end := getattr(self.scheduler, "end", None)) is not None:
             end()
-        going_on: bool = handle(self)
-        return going_on
+        return handle(self)
 
-    cls._handle_shutdown = handled
+    return handled

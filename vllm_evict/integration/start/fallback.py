@@ -1,34 +1,40 @@
 """Has vLLM choose Model Runner V1 where a KV policy serves a feature on V1 alone."""
 
-import functools
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 import vllm.envs as envs
 
 from ...config import KVPolicyError
+from ..seams import replaces
 from . import versions
 from .connectors import prefills_alone
-from .late import once
 
 #: What vLLM says that its Model Runner V1 lacks -> what to do instead; for other features: leave one of the two out.
 INSTEAD = {"pipeline parallelism with async scheduling": "leave --async-scheduling out"}
 
 
-def hook(module: ModuleType) -> None:
-    """Extend `vllm.config.vllm`; once. vLLM chooses V1, and logs why, if V2 lacks a feature of the server."""
-    cls = module.VllmConfig
-    if not once(cls):
-        return
-    lacking, validate = cls._get_v2_model_runner_unsupported_features, cls._validate_v1_model_runner
-
-    @functools.wraps(lacking)
+@replaces(
+    "vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features",
+    at_import=True,
+    why="vLLM chooses Model Runner V1, and logs why, if V2 lacks a feature of the server under its policy",
+    remove_when="every supported vLLM serves speculation and stages on V2",
+)
+def unsupported_on_v2(lacking: Callable[..., list[str]]) -> Callable[..., list[str]]:
     def with_policy(self: Any) -> list[str]:
         return [*lacking(self), *on_v1_alone(self)]
 
-    @functools.wraps(validate)
+    return with_policy
+
+
+@replaces(
+    "vllm.config.vllm:VllmConfig._validate_v1_model_runner",
+    at_import=True,
+    why="what V1 lacks is refused in words that say why a policy needs V1",
+    remove_when="every supported vLLM serves speculation and stages on V2",
+)
+def validate_v1(validate: Callable[..., None]) -> Callable[..., None]:
     def validated(self: Any) -> None:
-        """Refuse what V1 lacks in the plugin's words: where a policy needs V1, vLLM's would not say why it is V1."""
         needed, lacks = _served_on_v1_alone(self), self._get_v1_model_runner_unsupported_features()
         if needed and lacks:
             instead = [INSTEAD.get(feature, "leave one of the two out") for feature in lacks]
@@ -38,7 +44,7 @@ def hook(module: ModuleType) -> None:
             )
         validate(self)
 
-    cls._get_v2_model_runner_unsupported_features, cls._validate_v1_model_runner = with_policy, validated
+    return validated
 
 
 def on_v1_alone(vllm_config: Any) -> list[str]:

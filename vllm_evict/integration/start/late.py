@@ -23,16 +23,6 @@ def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
         action(module)
 
 
-def once(cls: Any) -> bool:
-    """Return whether a class has yet to be hooked; it is marked with this. Its methods say nothing: tracers wrap them
-    too.
-    """
-    if "kv_evict_hooked" in vars(cls):
-        return False
-    cls.kv_evict_hooked = True
-    return True
-
-
 class _Finder:
     """Finds one module by the other finders, and arranges the action."""
 

@@ -1,11 +1,13 @@
-"""Tells the scheduler that weights have changed. vLLM changes them in its workers, past the scheduler."""
+"""Tells the scheduler that weights have changed. vLLM changes them in its workers, past the scheduler.
+
+What has been computed outlives vLLM's pool on the host, and as scores. vLLM leaves it to its users to reset the prefix
+cache after weights changed. Nothing is said where the scheduler is not the plugin's.
+"""
 
 from collections.abc import Callable
-from functools import wraps
-from types import ModuleType
 from typing import Any
 
-from .late import once
+from ..seams import replaces
 
 #: Calls of workers that change no weights. Any other may, those of a worker extension and functions above all.
 READS = {
@@ -18,25 +20,29 @@ READS = {
 }
 
 
-def hook(module: ModuleType) -> None:
-    """Extend `vllm.v1.engine.core`; once. What has been computed outlives vLLM's pool on the host, and as scores.
-
-    vLLM leaves it to its users to reset the prefix cache after weights changed, and does not tell its scheduler of
-    adapters that are loaded again. Nothing is said where the scheduler is not the plugin's.
-    """
-    core = module.EngineCore
-    if not once(core):
-        return
-    add, call = core.add_lora, core.collective_rpc
-
-    @wraps(add)
+@replaces(
+    "vllm.v1.engine.core:EngineCore.add_lora",
+    at_import=True,
+    why="the scheduler hears of an adapter that is loaded again, maybe with other weights",
+    remove_when="vLLM tells its scheduler of adapters",
+)
+def add_lora(add: Callable[..., bool]) -> Callable[..., bool]:
     def add_lora(self: Any, lora_request: Any) -> bool:
         try:
             return bool(add(self, lora_request))
         finally:  # ranks may have loaded it before one failed
             _scheduler(self, "adapter_loaded")(lora_request)
 
-    @wraps(call)
+    return add_lora
+
+
+@replaces(
+    "vllm.v1.engine.core:EngineCore.collective_rpc",
+    at_import=True,
+    why="the scheduler hears of calls of workers that may change weights",
+    remove_when="vLLM tells its scheduler that weights changed",
+)
+def collective_rpc(call: Callable[..., Any]) -> Callable[..., Any]:
     def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return call(self, method, *args, **kwargs)
@@ -44,7 +50,7 @@ def hook(module: ModuleType) -> None:
             if method not in READS:
                 _scheduler(self, "weights_changed")()
 
-    core.add_lora, core.collective_rpc = add_lora, collective_rpc
+    return collective_rpc
 
 
 def _scheduler(core: Any, method: str) -> Callable[..., None]:

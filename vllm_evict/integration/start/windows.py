@@ -5,6 +5,8 @@ from typing import Any
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention, MLAAttention
 
+from ..seams import extends
+
 
 def bounds(tokens: int | None, vllm_config: Any) -> bool:
     """Return whether a window, or a chunk, of so many tokens hides any token of a request that the server accepts."""
@@ -31,6 +33,16 @@ def recycles(layer: Any) -> bool:
     return isinstance(layer, ChunkedLocalAttention) or layer.sliding_window is not None
 
 
+@extends(
+    "vllm.model_executor.layers.attention:ChunkedLocalAttention",
+    why="a layer whose chunks hide nothing becomes full attention, on which policies work",
+    remove_when="vLLM makes such layers of full attention itself",
+)
+def without_chunks(layer: Any) -> None:
+    layer.attn_backend = layer.attn_backend.__base__  # whose builder does not cut requests into chunks
+    layer.__class__ = Attention
+
+
 def widen(vllm_config: VllmConfig) -> None:
     """Make full attention layers of layers whose window or chunk hides nothing, before vLLM asks for their specs.
 
@@ -38,8 +50,7 @@ def widen(vllm_config: VllmConfig) -> None:
     """
     for layer in get_layers_from_vllm_config(vllm_config, (Attention, MLAAttention)).values():
         if isinstance(layer, ChunkedLocalAttention) and not bounds(layer.attention_chunk_size, vllm_config):
-            layer.attn_backend = layer.attn_backend.__base__  # whose builder does not cut requests into chunks
-            layer.__class__ = Attention
+            without_chunks.on(layer)
         if layer.sliding_window is None or bounds(layer.sliding_window, vllm_config):
             continue
         layer.sliding_window = None
