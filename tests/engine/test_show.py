@@ -61,10 +61,11 @@ class Page(HTMLParser):
         self._open.pop()
 
 
-def asked():
-    """A needle question of 600 tokens, as text."""
+def asked(chat=False):
+    """A needle question of 600 tokens, as text: with the chat template around it, or what a user of a `chat` writes."""
     prompts = Prompts(MODEL)
-    return prompts.tokenizer.decode(prompts.ids(make("niah", 600, 0.3, 0, 0, prompts.count, Filler()))[1:])
+    sample = make("niah", 600, 0.3, 0, 0, prompts.count, Filler())
+    return sample.text if chat else prompts.tokenizer.decode(prompts.ids(sample)[1:])
 
 
 def where(shown, fate, group=0):
@@ -120,7 +121,9 @@ def test_heads_that_are_split_are_shown_apart(async_stays, name):
         "adakv": {"name": "adakv", **SIZES},
         "duo": {"name": "duo", "pattern": ["10", "10", "01", "11"], "sink": 32, "recent": 64},
     }
-    shown = run(MODEL, KVPolicyConfig.parse(policies[name]), asked(), 8, OPTIONS | {"num_gpu_blocks_override": 256})
+    options, said = OPTIONS | {"num_gpu_blocks_override": 256}, []
+    shown = run(MODEL, KVPolicyConfig.parse(policies[name]), asked(chat=True), 8, options, said.append, chat=True)
+    assert "".join(shown.prompt).endswith(asked())
     assert sum(part.heads for part in shown.parts) == 8
     if name == "adakv":
         assert shown.parts[0].name == "layer 0, KV head 0 (band-0)"

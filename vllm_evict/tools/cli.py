@@ -254,6 +254,7 @@ def show(
     policy: Annotated[str, typer.Option(help="Name, YAML file or JSON object.")] = "h2o",
     budget: Annotated[float | None, typer.Option(help="Tokens, or a ratio of the prompt below 1.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1)] = 64,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the text through the model's chat template.")] = False,
     out: Annotated[Path, typer.Option(help="The page.")] = Path("kept.html"),
     engine_args: Annotated[str, typer.Option(help='More arguments of LLM, as JSON: {"dtype": "float32"}.')] = "{}",
 ) -> None:
@@ -282,7 +283,7 @@ def show(
     from .show.record import run
 
     console = wide_console()
-    shown = run(model, config, text, max_tokens, _object(engine_args, "--engine-args"), _said(console))
+    shown = run(model, config, text, max_tokens, _object(engine_args, "--engine-args"), _said(console), chat)
     sized = "" if config.budget is None else f", budget {budget_words(config.budget)}"
     out.write_text(page(shown, f"{Path(model).name}, {label_of(config)}{sized}"), encoding="utf-8")
     _tell([out], console)

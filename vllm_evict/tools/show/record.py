@@ -16,6 +16,7 @@ from ...integration.engine.reconstruction import Scored
 from ...integration.engine.shadows import ShadowRequests
 from ...integration.engine.view import EngineView
 from ...integration.start import attending
+from ..eval.prompts import Prompts
 
 R = TypeVar("R")
 #: Most tokens that `pieces` decodes again for one of them.
@@ -153,6 +154,7 @@ def run(
     max_tokens: int,
     options: dict[str, Any],
     say: Callable[[str], object] = lambda line: None,
+    chat: bool = False,
 ) -> Shown:
     """Answer a prompt greedily under a policy and under full attention, in engines inside this process.
 
@@ -163,9 +165,11 @@ def run(
         max_tokens: most tokens of an answer.
         options: further arguments of vLLM's `LLM`.
         say: told a line before each part that takes time.
+        chat: whether the prompt goes through the model's chat template.
 
     Raises:
-        KVPolicyError: the policy evicts in another way, or the prompt is too long.
+        EvalError: the chat template refuses the prompt.
+        KVPolicyError: the policy evicts in another way, the prompt is too long, or there is no chat template.
     """
     for refused, what in (
         (config.keeps_all, "full, which evicts nothing"),
@@ -188,8 +192,10 @@ def run(
         return _answer(llm, ids, max_tokens, extra_args)
 
     def served(llm: Any) -> tuple[Any, list[int], list[int], Shown]:
-        tokenizer = llm.get_tokenizer()
-        ids = list(tokenizer.encode(text))
+        prompts = Prompts(llm.llm_engine.vllm_config, chat=chat)
+        if chat and not prompts.chat:
+            raise KVPolicyError("show got --chat and a model without a chat template; expected one: leave --chat out")
+        tokenizer, ids = prompts.tokenizer, list(prompts.sent(text))
         longest = llm.llm_engine.model_config.max_model_len
         if not text.strip() or len(ids) + max_tokens > longest:
             raise KVPolicyError(
