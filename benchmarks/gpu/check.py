@@ -253,7 +253,7 @@ def ordered(cases: list[Case], where: list[tuple[str, str]]) -> Iterator[Case]:
 
 def unserved(case: Case) -> str:
     """Why a case can't run; empty if it can."""
-    from vllm_evict.compute.attention.ops import WHOLE_LAYERS
+    from vllm_evict.compute.attention.backends import WHOLE_LAYERS
 
     if case.name == "duo" and case.backend in WHOLE_LAYERS:
         return f"policies that split heads are not for {case.backend}"

@@ -166,11 +166,11 @@ def latents(case: Case) -> dict[str, Variant]:
 
     `query_lse` is timed with the sum of its splits.
     """
-    from vllm_evict.compute.attention.latent import DeviceLatentOps
+    from vllm_evict.compute.attention.latent_device import DeviceLatentOps
     from vllm_evict.triton_kernels.mass_from_lse import mass_from_lse
 
     query, lse = case.random(case.requests, case.heads, case.dim), case.zeros(case.requests, case.heads)
-    its, lse_of = case.attentions(query, mass=case.zeros(case.requests, 1, case.width)), DeviceLatentOps().lse_of
+    its, lse_of = case.attentions(query, mass=case.zeros(case.requests, 1, case.width)), DeviceLatentOps()._lse_of
     return {
         "copy": case.copy(case.keys_bytes),
         "query_lse": Variant([partial(lse_of, it, 1) for it in its], case.keys_bytes),

@@ -357,7 +357,7 @@ class Ops(DeviceOps):
 
     def decode_with(self, batch, out):
         output = torch.full_like(batch.query, 7.0)
-        self._decode_mass(batch.attention(out, weights=batch.weights), batch.rows, output)
+        self.decoding.decode(batch.attention(out, weights=batch.weights), batch.rows, output)
         return output
 
 
@@ -382,9 +382,9 @@ def test_passes_decode_in_cuda_where_it_is_asked_for(on_hopper, monkeypatch, ker
     calls.clear()
     assert_close(ops.decode_with(batch, out), expected, TOLERANCE[BF16])
     assert_close(out, expected_mass)
-    ((plan, at_once),) = ops._plans.values()
+    ((plan, at_once),) = ops.decoding._plans.values()
     assert len(calls) == 1 and plan.max_blocks == 32 and len(plan.partial) == at_once == 4
-    assert plan.partial.untyped_storage().data_ptr() == ops._scratch.data_ptr()
+    assert plan.partial.untyped_storage().data_ptr() == ops.scratch._memory.data_ptr()
     ops.decode_with(batch, None)
     assert len(calls) == 2
     # What the kernel does not take is Triton's.
@@ -392,7 +392,7 @@ def test_passes_decode_in_cuda_where_it_is_asked_for(on_hopper, monkeypatch, ker
     assert len(calls) == 2
     # Without room for all requests at once it is called for some at a time.
     one, out = Ops(), batch.new_out(2)
-    monkeypatch.setattr(one, "scratch_bytes", sum(each.nbytes for each in plan[2:5]) // 2)
+    monkeypatch.setattr(one.scratch, "nbytes", sum(each.nbytes for each in plan[2:5]) // 2)
     assert_close(one.decode_with(batch, out), expected, TOLERANCE[BF16])
     assert_close(out, expected_mass)
     assert len(calls) == 2 + -(-len(batch.rows) // 2)

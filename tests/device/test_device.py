@@ -9,6 +9,7 @@ from parts import part_of, tokens_of
 
 from vllm_evict.compute import cached, compaction, prompts, sums
 from vllm_evict.compute.attention.device import DeviceOps
+from vllm_evict.compute.attention.ops import BatchMetadata
 from vllm_evict.compute.graphs import Attends
 from vllm_evict.compute.group import GroupRuntime
 from vllm_evict.compute.holes import Start
@@ -90,17 +91,12 @@ class Ops:
     """Stand for a backend's: each query puts mass on every block, or token."""
 
     decodes_measured = False
-
-    def kv_heads(self, kv_cache):
-        return HEADS
+    batch = BatchMetadata()
 
     def mass(self, call, measured):
         out, weights = measured.out, measured.weights
         total = 1.0 if weights is None else weights.sum()
         out += HEADS // out.shape[1] * total * torch.arange(1.0, out.shape[2] + 1)
-
-    def ahead(self, metadata):
-        return None
 
     def mass_of(self, call, queries, width):
         return on_device(torch.rand(len(queries.tokens), HEADS, width, generator=torch.Generator().manual_seed(0)))
@@ -203,7 +199,11 @@ def steps(policy, wrap, in_graphs=False, rejected=None, **options):
                     elif by_block is not None:
                         made.append(by_block.captured(4, work.seq_lens))
                     work = StepWork.of_graph(made, group.graph_rows.rows, work.seq_lens)
-                work.do(LayerCall(Ops(), None, layer, torch.zeros(1, 2 * HEADS, DIM), None, metadata))
+                work.do(
+                    LayerCall(
+                        Ops(), None, layer, torch.zeros(1, 2 * HEADS, DIM), torch.zeros(1, HEADS, 16, 2 * DIM), metadata
+                    )
+                )
         found += runtime.end(lambda values, maximise: values)
     if "r" in (tokens or ()):
         told += tokens.judged("r", LENGTH - 1, step)

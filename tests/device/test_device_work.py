@@ -11,8 +11,11 @@ import pytest
 import torch
 from vllm.v1.attention.backends import flash_attn
 
+from vllm_evict.compute.attention.device import slices_of
 from vllm_evict.compute.attention.flash import FlashOps
-from vllm_evict.compute.attention.latent import DeviceLatentOps, LatentOps
+from vllm_evict.compute.attention.fp8 import dequantised
+from vllm_evict.compute.attention.latent_cpu import LatentOps
+from vllm_evict.compute.attention.latent_device import DeviceLatentOps
 from vllm_evict.compute.attention.triton import TritonOps
 from vllm_evict.compute.kernels.compact import is_ordered
 from vllm_evict.compute.kernels.paged import PagedAttention
@@ -77,9 +80,9 @@ def test_fp8_pages_and_queries_are_attended_to_as_what_they_stand_for(per_token)
     plain = SimpleNamespace(dtype=torch.float32, impl=layer.impl)
     pages, real = zip(fp8_pages(layer, 1), fp8_pages(layer, 2))
     quantised = torch.randn(4, 6, 32, generator=torch.Generator().manual_seed(9)).to(torch.float8_e4m3fn)
-    query = ops.dequantised(layer, quantised)
+    query = dequantised(layer, quantised)
     assert query.dtype == torch.float32 and torch.equal(query, quantised.float() * 0.5)
-    assert ops.dequantised(layer, query) is query
+    assert dequantised(layer, query) is query
     table, starts = torch.tensor([[3, 1, 6], [0, 5, 2]], dtype=torch.int32), torch.tensor([0, 1, 4], dtype=torch.int32)
     lens, rows = torch.tensor([37, 20], dtype=torch.int32), torch.tensor([0], dtype=torch.int32)
     metadata = SimpleNamespace(
@@ -130,7 +133,7 @@ def test_a_sum_over_heads_is_that_of_the_heads(per_token, scratch, monkeypatch):
     monkeypatch.setattr(mass_from_lse, "mass_from_lse", launched)
     width = 3 * BLOCK if per_token else 3
     one, each, all_of_it = torch.ones(2, 1, width), torch.zeros(2, 2, width), torch.zeros(2, 2, width)
-    ops.scratch_bytes = 4 * scratch * (BLOCK if per_token and scratch == 2 * 3 else 1)
+    ops.scratch.nbytes = 4 * scratch * (BLOCK if per_token and scratch == 2 * 3 else 1)
     call = LayerCall(ops, layer, 0, query, pages, metadata)
     ops.mass(call, MassTarget(one, weights, per_token, last))
     heads = [len(one.mass) if one.mass.shape[1] == 2 else None for one, *_ in launches]
@@ -147,10 +150,12 @@ def test_a_sum_over_heads_is_that_of_the_heads(per_token, scratch, monkeypatch):
 def test_a_graph_that_has_no_room_for_one_request_is_refused():
     """Memory that is allocated during a capture belongs to its graph. A plan on it would serve other steps too."""
     ops = TritonOps()
-    ops.scratch_bytes, ops.capturing = 4 * 2, True
+    ops.scratch.nbytes, ops.scratch.capturing = 4 * 2, True
     with pytest.raises(RuntimeError, match="a CUDA graph of 4 requests got 2 numbers of scratch memory; expected room"):
-        ops._plan(lambda rows, take: take(3 * rows, dtype=torch.float32, device="cpu"), torch.device("cpu"), 4, "key")
-    assert not ops._plans
+        ops.decoding._plan(
+            lambda rows, take: take(3 * rows, dtype=torch.float32, device="cpu"), torch.device("cpu"), 4, "key"
+        )
+    assert not ops.decoding._plans
 
 
 def test_split_heads_of_fp8_write_outputs_in_the_model_s_dtype(monkeypatch):
@@ -253,18 +258,18 @@ def test_flash_attention_is_heard_only_where_its_lse_is_wanted(monkeypatch):
         with ops.attending():
             assert flash_attn.flash_attn_varlen_func() == "output"
         assert flash_attn.flash_attn_varlen_func() == "output"
-        lse = ops.lse_of(attention, 5)
+        lse = ops._lse_of(attention, 5)
         torch.testing.assert_close(lse, given.T if len(given) == 4 else expected)
-        torch.testing.assert_close(ops.lse_of(attention, 5), expected)
+        torch.testing.assert_close(ops._lse_of(attention, 5), expected)
     assert asked == [True, False] * 2
     for calls in (0, 2):  # as where vLLM attends to a prefix that all requests share by a call of its own
         given = torch.zeros(4, 5)
         with ops.attending():
             for _ in range(calls):
                 flash_attn.flash_attn_varlen_func()
-        torch.testing.assert_close(ops.lse_of(attention, 5), expected)
+        torch.testing.assert_close(ops._lse_of(attention, 5), expected)
     ops._lse, sinks = torch.zeros(4, 5), torch.tensor([-1.0, 0, 3, 5])
-    lse = ops.lse_of(replace(attention, sinks=sinks), 5)
+    lse = ops._lse_of(replace(attention, sinks=sinks), 5)
     torch.testing.assert_close(lse, torch.logaddexp(expected, sinks))
     assert ops._lse is None, "whether FlashAttention's has sinks in it is not known"
 
@@ -325,7 +330,7 @@ def test_mass_of_latents_is_that_of_the_cpu(what, monkeypatch):
     ways = (0, None, None), (2 * batch.width, batch.weights, last), (1 << 20, batch.weights, None)
     for scratch, *measured in ways:
         ops = DeviceLatentOps()
-        ops.scratch_bytes = 4 * scratch
+        ops.scratch.nbytes = 4 * scratch
         got, want = batch.mass(ops, batch.stored, *measured), batch.mass(cpu, batch.pages, *measured)
         assert (want != 0.25).any()
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
@@ -342,14 +347,14 @@ def test_mass_of_latents_is_that_of_the_cpu(what, monkeypatch):
 @pytest.mark.parametrize(("heads", "slices"), [(128, 8), (16, 1), (20, 2), (17, 17), (1, 1)])
 def test_slices_of_heads_are_equal(heads, slices):
     ops = DeviceLatentOps()
-    assert ops.slices(heads) == slices
-    assert ops.scratch_for(3, 0, heads, 64, 100, False) == 0 and ops.scratch_bytes == 4 * 3 * 100 * slices
-    ops.scratch_for(0, 0, heads, 64, 100, False)
-    assert ops.scratch_bytes == 0
+    assert slices_of(heads, ops.heads_at_once) == slices
+    assert ops.scratch.size_for(3, 0, heads, 64, 100, False) == 0 and ops.scratch.nbytes == 4 * 3 * 100 * slices
+    ops.scratch.size_for(0, 0, heads, 64, 100, False)
+    assert ops.scratch.nbytes == 0
 
 
 def test_latents_in_another_dtype_or_packed_are_not_read():
     layer = SimpleNamespace(kv_cache_dtype="auto", dtype=torch.bfloat16)
     readable = {"auto": True, "bfloat16": True, "fp8": True, "float16": False, "fp8_ds_mla": False}
     for layer.kv_cache_dtype, expected in readable.items():
-        assert (DeviceLatentOps().unreadable(layer) is None) == expected
+        assert (DeviceLatentOps().fit(layer).unreadable is None) == expected

@@ -19,7 +19,7 @@ from vllm.v1.worker import cpu_worker
 from waits import without_waits
 
 from vllm_evict.compute import tokens
-from vllm_evict.compute.attention import device
+from vllm_evict.compute.attention import decoding
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
@@ -217,7 +217,7 @@ class TestNotInAGraph:
     def test_requests_that_the_graphs_scratch_has_no_room_for(self, replaying, graphs, dense, backend, monkeypatch):
         """Four blocks: a request that holds five or six is decoded without graphs, in larger scratch, until it has lost
         some."""
-        monkeypatch.setattr(device, "MASS_SCRATCH", 4 * 4 * 4 * dense.heads)
+        monkeypatch.setattr(decoding, "MASS_SCRATCH", 4 * 4 * 4 * dense.heads)
         policy = {**POLICIES["h2o"], "buffer": 16}
         subject = replaying(policy)
         assert subject.runtime.shape.graph_tokens == 64
@@ -330,7 +330,7 @@ class TestDataParallelRanks:
     @pytest.mark.both_runners
     @pytest.mark.parametrize("backend", EITHER, indirect=True)
     def test_what_fits_no_graph_is_voted_for_as_that(self, agreeing, graphs, dense, backend, monkeypatch):
-        monkeypatch.setattr(device, "MASS_SCRATCH", 4 * 4 * 4 * dense.heads)
+        monkeypatch.setattr(decoding, "MASS_SCRATCH", 4 * 4 * 4 * dense.heads)
         policy = {**POLICIES["h2o"], "buffer": 16}
         subject = agreeing(policy, itertools.repeat((1, CUDAGraphMode.FULL, 1)))
         assert 0 < sum(self.check(subject, graphs, dense, policy)) < 11
@@ -389,7 +389,7 @@ def test_graphs_are_profiled_before_the_cache_is_there(replaying, graphs, dense,
     def shared(runtime):
         memory = (group.graph_rows for group in runtime.groups)
         views = (view.table.data_ptr() for group in runtime.groups for view in [runtime.views.memory(group)])
-        return [runtime.ops._scratch.data_ptr(), *(each.rows.data_ptr() for each in memory), *views]
+        return [runtime.ops.scratch._memory.data_ptr(), *(each.rows.data_ptr() for each in memory), *views]
 
     def profiling(worker):
         there.append(shared(worker.kv_evict))

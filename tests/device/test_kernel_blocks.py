@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from vllm_evict.compute.attention.backends import ops_for
 from vllm_evict.compute.attention.by_kernel_blocks import with_kernel_blocks
-from vllm_evict.compute.attention.ops import ops_for
 from vllm_evict.compute.attention.triton import TritonOps
 from vllm_evict.compute.kernel_blocks import KernelBlockViews
 from vllm_evict.compute.kernels.queries import Queries

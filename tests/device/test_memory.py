@@ -18,7 +18,7 @@ from triton.runtime.interpreter import GridExecutor
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_evict.compute import cached, compaction, measure, memory
-from vllm_evict.compute.attention import device
+from vllm_evict.compute.attention import decoding
 from vllm_evict.compute.compaction import Compactor
 from vllm_evict.compute.group import GroupRuntime
 from vllm_evict.compute.mass import BlockMass
@@ -113,7 +113,7 @@ def test_what_is_set_aside_covers_what_requests_take(server, monkeypatch, name):
     runtime, needs = subject.worker.kv_evict, subject.worker._needs
     (group,) = runtime.groups
     kept = memory.kept_bytes(runtime)
-    assert kept == reachable(runtime) > device.SPLIT_SCRATCH * (name not in ("keydiff", "token-keys", "context"))
+    assert kept == reachable(runtime) > decoding.SPLIT_SCRATCH * (name not in ("keydiff", "token-keys", "context"))
     between, step, held = Peak(), Peak(), [0]
 
     def measured(where, peak, method):
@@ -195,7 +195,7 @@ def test_vllm_is_told_before_it_sizes_its_pool(server, monkeypatch):
     available, order = CPUWorker.determine_available_memory, []
 
     def profiled(self):
-        order.append(("profiled", self.kv_evict.ops._scratch is not None))
+        order.append(("profiled", self.kv_evict.ops.scratch._memory is not None))
         peak = Peak()
         with peak:
             self.model_runner.profile_run(1)

@@ -316,7 +316,7 @@ def test_where_scratch_has_no_room_for_all_some_are_decoded_at_a_time(classes, p
 
     def decoded(scratch):
         ops = DeviceOps()
-        ops.scratch_bytes = scratch
+        ops.scratch.nbytes = scratch
         outs = [each.new_out(each.kv_heads, F32, per_token) for each in parts]
         output = torch.full_like(query, 7.0)
         for share, its in zip(shares, output.split(layer.heads[:classes], 1)):
@@ -326,7 +326,7 @@ def test_where_scratch_has_no_room_for_all_some_are_decoded_at_a_time(classes, p
             ops.decode_together(shares, measured)
         else:
             ops.decode(shares[0].call, *vars(shares[0].work).values(), measured[0])
-        ((_, at_once),) = ops._plans.values()
+        ((_, at_once),) = ops.decoding._plans.values()
         return at_once, output, outs
 
     _, output, outs = decoded(64 << 20)

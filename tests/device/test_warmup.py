@@ -22,7 +22,7 @@ from vllm.triton_utils import HAS_TRITON
 from vllm_evict.compute import sums as worker_sums
 from vllm_evict.compute import views as worker_views
 from vllm_evict.compute.attention.flash import FlashOps
-from vllm_evict.compute.attention.latent import DeviceLatentOps
+from vllm_evict.compute.attention.latent_device import DeviceLatentOps
 from vllm_evict.compute.attention.triton import TritonOps
 from vllm_evict.compute.attention.warmup import LayerHeads, warm_up
 from vllm_evict.compute.compaction import Compactor
@@ -366,7 +366,7 @@ class LatentWork(Work):
         (self.part,), (self.group,) = self.parts, self.groups
         self.parts = [self.part._replace(kv_cache=self.part.kv_cache[..., :dim].contiguous())]
         self.group.decodes = False
-        self.ops.scratch_for(MANY, 0, heads, self.block_size, self.blocks, False)
+        self.ops.scratch.size_for(MANY, 0, heads, self.block_size, self.blocks, False)
 
     def decodes(self, rows, longest):
         metadata, query = self.batch(rows, rows, longest), torch.empty(rows, self.heads, self.dim, dtype=self.dtype)
@@ -413,7 +413,7 @@ def test_nothing_is_left_behind(server, tmp_path, monkeypatch, granularity):
         assert len(sums) == (2 if granularity == "token" else 1) and all(map(torch.equal, held, before))
         for group in runtime.groups:
             assert not group.in_step and not group.with_holes and not group.measured and group._viewed is None
-        assert not runtime.in_step and not runtime.ops._plans and not runtime.ops._places
+        assert not runtime.in_step and not runtime.ops.decoding._plans and not runtime.ops._places
         for each in held:
             each.zero_()
         looked.append(len(held))

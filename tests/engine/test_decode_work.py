@@ -7,6 +7,7 @@ from parts import batch_of
 from test_mass import needs_extension
 
 from vllm_evict.compute.attention import cpu
+from vllm_evict.compute.attention.ops import BatchMetadata
 from vllm_evict.compute.kernels.decode import decode_mass
 from vllm_evict.compute.probes import LayerCall
 from vllm_evict.compute.sums import RunningSums
@@ -28,18 +29,14 @@ def work_of(rows, q_lens, weights=None, lens=None):
 
 
 class Recorder:
+    batch = BatchMetadata()
+
     def __init__(self):
         self.calls = []
-
-    def kv_heads(self, kv_cache):
-        return 1
 
     def mass(self, call, measured):
         each = measured.weights, measured.last
         self.calls.append(("mass", *(None if its is None else its.tolist() for its in each)))
-
-    def ahead(self, metadata):
-        return None
 
     def mass_of(self, call, queries, width):
         self.calls.append(("mass_of", queries.tokens.tolist()))
@@ -66,7 +63,7 @@ class Recorder:
 )
 def test_work_is_divided(rows, q_lens, measured, is_all, calls):
     work, recorder = work_of(rows, q_lens, measured), Recorder()
-    work.do(LayerCall(recorder, None, 0, torch.zeros(sum(q_lens), 2, 16), None, None))
+    work.do(LayerCall(recorder, None, 0, torch.zeros(sum(q_lens), 2, 16), torch.zeros(1, 1, 16, 32), None))
     assert recorder.calls == calls and work.is_all == is_all
     assert work.stock_lens.tolist() == [length if row in rows else 50 for row, length in enumerate(q_lens)]
 
@@ -124,7 +121,7 @@ def test_each_row_is_attended_for_once_though_two_sums_measure(reduce):
     joined = steps[0].joins(steps[1])
     assert joined is (reduce == "sum")
     work = StepWork(steps[:1] if joined else steps, np.arange(3), np.ones(3, np.int32), lens)
-    work.do(LayerCall(ops, None, 0, torch.zeros(3, 2, 4), None, None))
+    work.do(LayerCall(ops, None, 0, torch.zeros(3, 2, 4), torch.zeros(1, 1, 16, 8), None))
     if joined:
         assert ops.calls == [("decode", [0, 1, 2], [1, 0, 1], True)]
         steps[0].mass[:, 0] = torch.arange(3.0)[:, None]

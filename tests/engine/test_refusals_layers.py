@@ -14,7 +14,7 @@ from vllm.config import CUDAGraphMode, ModelConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_evict.compute.attention.ops import ops_for
+from vllm_evict.compute.attention.backends import ops_for
 from vllm_evict.compute.compose import compose
 from vllm_evict.compute.graphs import Attends
 from vllm_evict.compute.holes import Holes

@@ -186,10 +186,10 @@ def keep_what_is_asked(monkeypatch):
 
 def take_large_tiles(monkeypatch):
     """Fewer, larger tiles for Triton's interpreter, and two slices of a tiny model's heads."""
-    from vllm_evict.compute.attention import latent
+    from vllm_evict.compute.attention.latent_device import DeviceLatentOps
     from vllm_evict.triton_kernels import mass_from_lse, query_lse, tiles
 
-    monkeypatch.setattr(latent, "HEADS_AT_ONCE", 2)
+    monkeypatch.setattr(DeviceLatentOps, "heads_at_once", 2)
     monkeypatch.setattr(tiles, "PART_DIM", 256)
     for kernel in (mass_from_lse, query_lse):
         monkeypatch.setattr(kernel, "FLOAT32_TILE_BYTES", 256 << 10)

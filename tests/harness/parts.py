@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from vllm_evict.compute.attention.ops import BatchMetadata
 from vllm_evict.compute.kernels.codes import packed_bytes, store_codes
 from vllm_evict.compute.mass import BlockMass, TokenMass
 from vllm_evict.core.residence import HOLE
@@ -78,7 +79,7 @@ class Drawn:
         self._mass, self.kv_heads, self.place, self.ops = mass, kv_heads, place, self
         self.query = torch.empty(0, heads, 0)
         self.mass_of = lambda call, *asked: mass_of(*asked)
-        self.metadata, self.ahead = None, lambda metadata: None
+        self.metadata, self.batch = None, BatchMetadata()
 
     def on(self, step):
         """Let the step take in the layer."""

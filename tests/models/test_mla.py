@@ -13,7 +13,7 @@ from latent import MODELS, DenseAbsorbed, keep_what_is_asked, make_latent, refer
 from vllm.triton_utils import HAS_TRITON
 
 from vllm_evict.compute import sums
-from vllm_evict.compute.attention import latent as latent_ops
+from vllm_evict.compute.attention.latent_device import DeviceLatentOps
 from vllm_evict.config import KVPolicyError
 from vllm_evict.integration.engine.audits import Audits
 
@@ -311,8 +311,8 @@ def test_what_goes_first_is_what_transformers_attends_to_least_and_what_has_the_
     """On a device kernels are warmed up, too."""
     reports, report = [], sums.RunningSums.report
     monkeypatch.setattr(sums.RunningSums, "report", lambda *args: reports.append(report(*args)) or reports[-1])
-    warmed, warm_up = [], latent_ops.DeviceLatentOps.warm_up_mass
-    monkeypatch.setattr(latent_ops.DeviceLatentOps, "warm_up_mass", lambda *args: warmed.append(warm_up(*args)))
+    warmed, warm_up = [], DeviceLatentOps.warm_up_mass
+    monkeypatch.setattr(DeviceLatentOps, "warm_up_mass", lambda *args: warmed.append(warm_up(*args)))
     folder, model = truths()
     size = 32 if backend == "FLASHINFER_MLA" else BLOCK
     sizes = {name: tokens * size // BLOCK for name, tokens in SIZES.items()}

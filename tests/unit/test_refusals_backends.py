@@ -8,7 +8,7 @@ from test_refusals import H2O, UNMEASURED, RayDistributedExecutor, engine_config
 from transformers import AutoConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_evict.compute.attention.ops import CPU_FP8_NAMES
+from vllm_evict.compute.attention.fp8 import CPU_FP8_NAMES
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.integration.start.capabilities import environments, refuse, server
 

@@ -103,7 +103,7 @@ class LayerMass(StepProbe):
     def _test(self, call: LayerCall, queries: Queries, out: torch.Tensor) -> None:
         """Add the blocks that are pivotal for each of the queries to `out`, float32 [R, H, W]."""
         heads, width = out.shape[1:]
-        if (ahead := call.ops.ahead(call.metadata)) is not None:
+        if (ahead := call.ops.batch.ahead(call.metadata)) is not None:
             queries = queries._replace(lens=queries.lens + ahead[queries.tokens])
         at_once = max(PIVOT_SCRATCH // (16 * call.kv_heads * width), 1)
         for some in queries.split(at_once):

@@ -22,7 +22,7 @@ def needs(groups: Iterable[GroupRuntime]) -> Needs:
 
 def kept_bytes(runtime: EvictionRuntime) -> int:
     """Return the bytes on the device that a worker keeps between steps."""
-    kept = runtime.ops.scratch_bytes
+    kept = runtime.ops.scratch.nbytes
     for group in runtime.groups:
         kept += sum(each.nbytes for each in group.views.memory(group) if each is not None)
         kept += group.identity.nbytes + group.graph_rows.rows.nbytes

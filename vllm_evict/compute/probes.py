@@ -42,13 +42,18 @@ class LayerCall:
     @property
     def kv_heads(self) -> int:
         """KV heads of the layer in the KV group."""
-        return self.ops.kv_heads(self.kv_cache)
+        return kv_heads(self.kv_cache)
 
     def rewritten(self) -> None:
         """Hear that the layer has written the batch's block table: what kernels read of it is copied again."""
         if (views := getattr(self.metadata, KERNEL_BLOCKS, None)) is not None:
             views.rewritten()
-        self.ops.rewritten(self.metadata)
+        self.ops.batch.rewritten(self.metadata)
+
+
+def kv_heads(kv_cache: torch.Tensor) -> int:
+    """Return the KV heads of a cache: [num_blocks, Hkv, ...], or of latents [num_blocks, block_size, D]."""
+    return kv_cache.shape[1] if kv_cache.dim() > 3 else 1
 
 
 class MassTarget(NamedTuple):

@@ -54,7 +54,7 @@ class EvictionRuntime:
         in_step: whether a step runs; if not, a dummy step may.
         numbers: for each group its index among all of vLLM's KV groups, which include groups of sliding windows.
         exact: whether the backend's kernel attends for all requests without holes.
-        outruns: whether the plugin's kernel is faster than the layers' own (see `BackendOps.outruns`).
+        outruns: whether the plugin's kernel is faster than the layers' own (see `Fit.outruns`).
         told: what the worker tells of the last step beside reports (see `Source.told`).
         copied: event after which the contents of the last reports are valid (see `transfer`); None: they are valid.
         views: views of the groups.
@@ -99,7 +99,7 @@ class EvictionRuntime:
 
         Args:
             decodes: whether the plugin's kernel can attend in place of the layers' own.
-            outruns: see `BackendOps.outruns`.
+            outruns: see `Fit.outruns`.
             exact: whether the layers' own kernels attend for all requests without holes.
         """
         for group in self.groups:
@@ -187,7 +187,7 @@ class EvictionRuntime:
 
     def reserve(self) -> None:
         """Allocate memory that stays, before vLLM measures what is left for its pool."""
-        self.ops.reserve(self.groups[0].device)
+        self.ops.scratch.reserve(self.groups[0].device)
         for group in self.groups:
             group.reserve(self.measures_in_graphs is not None)
 
@@ -232,7 +232,7 @@ class EvictionRuntime:
         Args:
             full: whether vLLM has a full graph for the step. During a capture the captured graph is returned instead.
         """
-        if not self.ops.capturing:
+        if not self.ops.scratch.capturing:
             self.batch.graph = self.graph if full else None
         return self.batch.graph
 
@@ -274,11 +274,11 @@ class EvictionRuntime:
     @contextmanager
     def capturing(self, attends: Attends | None) -> Iterator[None]:
         """Capture a CUDA graph, its warm-up included. None: the graph is not a full one."""
-        self.batch.graph, self.ops.capturing = attends, attends is not None
+        self.batch.graph, self.ops.scratch.capturing = attends, attends is not None
         try:
             yield
         finally:
-            self.batch.graph, self.ops.capturing = None, False
+            self.batch.graph, self.ops.scratch.capturing = None, False
 
     def rearrange(self, all_reduce: AllReduce) -> None:
         """Carry out the plan's orders, before the step writes any block.

@@ -7,6 +7,7 @@ import torch
 
 from .attention.ops import BackendOps
 from .kernels.rotate import Rotation
+from .probes import kv_heads
 
 
 class Store:
@@ -33,7 +34,7 @@ class Store:
 
     def kv_heads(self) -> list[int]:
         """Return the number of KV heads of each layer."""
-        return [self._ops.kv_heads(kv_cache) for _, kv_cache in self._caches()]
+        return [kv_heads(kv_cache) for _, kv_cache in self._caches()]
 
     def pages(self, drafting: bool = True) -> list[torch.Tensor]:
         """Return each layer's cache, blocks first: of the model's layers, then of a drafter's if they are asked for."""
@@ -54,7 +55,7 @@ class Store:
                 self._ops.compact(layer, [cache], source, heads[None], target)
         for layer, cache in self._drafting():
             one = most_kept(keep, len(source), len(target))
-            heads = one.expand(1, self._ops.kv_heads(cache), -1).contiguous()
+            heads = one.expand(1, kv_heads(cache), -1).contiguous()
             self._ops.compact(layer, [cache], source, heads, target)
 
     def write(self, layer: int, blocks: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:

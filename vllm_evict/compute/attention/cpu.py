@@ -12,8 +12,9 @@ from ..kernels.mass import block_mass, kernel_path, pack_keys, pack_values, unpa
 from ..kernels.paged import PagedAttention
 from ..probes import LayerCall, MassTarget
 from ..work import HeadSlice
-from .fp8 import cache_scales, elements, scaled, stored_as
-from .ops import CPU_FP8_NAMES, BackendOps
+from .arguments import paged
+from .fp8 import CPU_FP8_NAMES, cache_scales, elements, scaled, stored_as
+from .ops import BackendOps, Fit
 
 #: ISA of the backend -> layout of its packed keys in `block_mass`.
 KEY_LAYOUTS = {"vec": "vec", "vec16": "vec", "amx": "amx"}
@@ -29,21 +30,22 @@ class CPUOps(BackendOps):
     decodes_measured = True
     beside = "block_mass"
 
-    def unreadable(self, layer: Any) -> str | None:
+    def fit(self, layer: Any) -> Fit:
+        if (unreadable := self._unreadable(layer)) is not None:
+            return Fit(unreadable)
+        runs = kernel_path() not in ("torch reference", "portable")
+        decodes = layer.impl.alibi_slopes is None and layer.impl.head_size % 16 == 0 and runs
+        # vLLM's kernels for AMX are faster, several times so for prompts.
+        return Fit(None, decodes, outruns=KEY_LAYOUTS[layer.isa] == "vec")
+
+    def _unreadable(self, layer: Any) -> str | None:
+        """Return `Fit.unreadable` of a layer."""
         if layer.impl.is_fp8_kv_cache and layer.kv_cache_dtype not in CPU_FP8_NAMES:
             readable = f"the model's own dtype, {', '.join(CPU_FP8_NAMES)}"
             return f"keeps its keys as {layer.kv_cache_dtype}, which the score pass can't read (it reads {readable})"
         if layer.isa in KEY_LAYOUTS:
             return None
         return f"packs its keys for {layer.isa!r}, which the score pass can't read (it reads {', '.join(KEY_LAYOUTS)})"
-
-    def can_decode(self, layer: Any) -> bool:
-        readable = self.unreadable(layer) is None and layer.impl.head_size % 16 == 0
-        return layer.impl.alibi_slopes is None and readable and kernel_path() not in ("torch reference", "portable")
-
-    def outruns(self, layer: Any) -> bool:
-        # vLLM's kernels for AMX are faster, several times so for prompts.
-        return KEY_LAYOUTS.get(layer.isa) == "vec"
 
     def compact(
         self,
@@ -68,10 +70,10 @@ class CPUOps(BackendOps):
         decode_classes(classes, slices[0].work.rows, outputs)
 
     def _arguments(self, call: LayerCall, measured: MassTarget, lens: torch.Tensor) -> PagedAttention:
-        """See `BackendOps.paged`, for the layer's cache."""
+        """Return the record of kernels for the layer's cache (see `arguments.paged`)."""
         layer, halves = call.layer, _halves(elements(call.layer, call.kv_cache))
         layout, sinks = KEY_LAYOUTS[layer.isa], learned_sinks(layer)
-        return self.paged(call, measured, lens, *halves, layout=layout, sinks=sinks)
+        return paged(call, measured, lens, *halves, layout=layout, sinks=sinks)
 
     def write(
         self, layer: Any, kv_cache: torch.Tensor, blocks: torch.Tensor, keys: torch.Tensor, values: torch.Tensor

@@ -9,6 +9,7 @@ import torch
 from ..kernels.paged import PagedAttention
 from ..probes import LayerCall, MassTarget
 from .device import DeviceOps
+from .ops import Fit
 
 
 class FlashOps(DeviceOps):
@@ -27,8 +28,8 @@ class FlashOps(DeviceOps):
         #: LSE of the last attended layer, float32 [H, T]; None once its mass is measured.
         self._lse: torch.Tensor | None = None
 
-    def can_decode(self, layer: Any) -> bool:
-        return super().can_decode(layer) and layer.impl.sliding_window == (-1, -1)
+    def fit(self, layer: Any) -> Fit:
+        return (its := super().fit(layer))._replace(decodes=its.decodes and layer.impl.sliding_window == (-1, -1))
 
     @contextmanager
     def attending(self) -> Iterator[None]:
@@ -42,9 +43,9 @@ class FlashOps(DeviceOps):
         super().warm_up_mass(call, measured)
         super().warm_up_mass(call, measured)  # without an LSE from the kernel
 
-    def lse_of(self, attention: PagedAttention, longest: int) -> torch.Tensor:
+    def _lse_of(self, attention: PagedAttention, longest: int) -> torch.Tensor:
         (tokens, heads, _), lse = attention.query.shape, self._lse
         self._lse = None
         if lse is None or lse.shape != (heads, tokens) or attention.sinks is not None:
-            return super().lse_of(attention, longest)
+            return super()._lse_of(attention, longest)
         return lse.T

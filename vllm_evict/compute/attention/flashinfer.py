@@ -11,23 +11,20 @@ import torch
 
 from ..transfer import to_device
 from .device import DeviceOps
+from .ops import BatchMetadata, Fit
 
 #: Attributes of metadata: the builder whose page indices FlashInfer's own kernels read, or None; and the places in the
 #: block table of these indices, int64 [n], once they were needed.
 PLANNER, PLACES = "kv_evict_planner", "kv_evict_places"
 
 
-class FlashInferOps(DeviceOps):
-    """Metadata is vLLM's `FlashInferMetadata`, with block table and lengths of the batch added."""
+class PagedMetadata(BatchMetadata):
+    """vLLM's `FlashInferMetadata`, with the batch's block table, lengths and offsets, which vLLM keeps in slices only.
 
-    def can_decode(self, layer: Any) -> bool:
-        return super().can_decode(layer) and layer.impl.sliding_window == (-1, -1)
+    If the backend's kernel attends to nothing, vLLM's plan of the step is skipped.
+    """
 
-    def metadata(self, builder: Any, stock: Callable[[], Any], common: Any, needed: bool, in_graph: bool) -> Any:
-        """Return vLLM's metadata with the batch's block table, lengths and offsets, which vLLM keeps in slices only.
-
-        If the backend's kernel attends to nothing, vLLM's plan of the step is skipped.
-        """
+    def build(self, builder: Any, stock: Callable[[], Any], common: Any, needed: bool, in_graph: bool) -> Any:
         if needed:
             with _for_graphs(builder, in_graph):
                 metadata = stock()
@@ -41,7 +38,7 @@ class FlashInferOps(DeviceOps):
         return metadata
 
     def rewritten(self, metadata: Any) -> None:
-        """See `BackendOps.rewritten`. FlashInfer's own kernels read the pages of all requests one after the other.
+        """See `BatchMetadata.rewritten`. FlashInfer's own kernels read the pages of all requests one after the other.
 
         TensorRT-LLM's read a copy of the rows of prompts where the cache alone is fp8: layers write none of these.
         """
@@ -56,9 +53,18 @@ class FlashInferOps(DeviceOps):
         torch.take(table, places, out=builder.paged_kv_indices[: len(places)])
 
     def for_parts(self, builder: Any) -> None:
-        """See `BackendOps.for_parts`. TensorRT-LLM's kernels take no plan, and then compute prompts of all lengths."""
+        """See `BatchMetadata.for_parts`. TensorRT-LLM's kernels take no plan, and compute prompts of all lengths."""
         builder.attention_config = copy(builder.attention_config)
         builder.attention_config.use_trtllm_attention = True
+
+
+class FlashInferOps(DeviceOps):
+    """Metadata is `PagedMetadata`."""
+
+    batch = PagedMetadata()
+
+    def fit(self, layer: Any) -> Fit:
+        return (its := super().fit(layer))._replace(decodes=its.decodes and layer.impl.sliding_window == (-1, -1))
 
 
 @contextmanager

@@ -7,6 +7,10 @@ import torch
 FP8 = torch.float8_e4m3fn
 #: Dtypes of fp8 caches.
 DTYPES = (FP8, torch.float8_e5m2)
+#: vLLM's names of float8_e4m3fn caches, with one scale for a layer's keys and one for its values.
+FP8_NAMES = ("fp8", "fp8_e4m3")
+#: vLLM's names of all fp8 caches that are read on a CPU.
+CPU_FP8_NAMES = (*FP8_NAMES, "fp8_e5m2")
 
 
 def elements(layer: Any, kv_cache: torch.Tensor) -> torch.Tensor:
@@ -14,6 +18,11 @@ def elements(layer: Any, kv_cache: torch.Tensor) -> torch.Tensor:
     if kv_cache.dtype != torch.uint8:
         return kv_cache
     return kv_cache.view(torch.float8_e5m2 if layer.kv_cache_dtype == "fp8_e5m2" else FP8)
+
+
+def dequantised(layer: Any, query: torch.Tensor) -> torch.Tensor:
+    """Return a layer's query in the model's dtype, as kernels of the plugin take it."""
+    return query if query.dtype != FP8 else query.to(layer.dtype) * layer._q_scale_float
 
 
 def cache_scales(layer: Any, kv_cache: torch.Tensor) -> tuple[float, float]:

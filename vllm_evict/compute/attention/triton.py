@@ -3,10 +3,11 @@
 from typing import Any
 
 from .device import DeviceOps
+from .ops import Fit
 
 
 class TritonOps(DeviceOps):
     """Metadata is vLLM's `TritonAttentionMetadata`."""
 
-    def can_decode(self, layer: Any) -> bool:
-        return super().can_decode(layer) and layer.impl.chunk_lookback == -1
+    def fit(self, layer: Any) -> Fit:
+        return (its := super().fit(layer))._replace(decodes=its.decodes and layer.impl.chunk_lookback == -1)

@@ -24,7 +24,7 @@ from ..kernels.logits import logits_of
 from ..kernels.paged import PagedAttention
 from ..probes import LayerCall, MassKind, MassTarget
 from ..runtime import EvictionRuntime
-from .device import keys_and_values
+from .device import keys_and_values, slices_of
 from .fp8 import scales
 
 
@@ -94,7 +94,7 @@ class _Launches:
         self.decodes = self.groups[0].decodes and (runtime.decodes_lacking or measured)
         self.device, self.block_size = parts[0].kv_cache.device, parts[0].kv_cache.shape[2]
         self.dim, group = layer.impl.head_size, layer.num_heads // layer.num_kv_heads
-        self.group_size = group // self.ops.slices(group)
+        self.group_size = group // slices_of(group, self.ops.heads_at_once)
         self.heads = slice(parts[0].query_heads.start, parts[-1].query_heads.stop)
 
     def all(self, rows: Sequence[int], widths: Sequence[int], table: torch.Tensor) -> None:
@@ -154,7 +154,7 @@ class _Launches:
             ]
             if len(classes) == 2:
                 decode_classes(classes, row, outputs, plans=plans)
-            elif not self.ops.decodes_in_cuda(classes[0]):
+            elif not self.ops.decoding.in_cuda(classes[0]):
                 decode_mass(classes[0], row, output, plan=plans[0])
 
     def _beside(self, part: LayerHeads, mass: MassKind) -> None:

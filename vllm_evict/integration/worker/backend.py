@@ -12,6 +12,7 @@ from typing import Any
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import AttentionSpec, replace_as
 
+from ...compute.attention.fp8 import dequantised
 from ...compute.attention.ops import BackendOps
 from ...compute.group import GroupRuntime
 from ...compute.kernel_blocks import KernelBlockViews
@@ -57,7 +58,7 @@ def resident_backend(
             # vLLM would go on with the lengths of a drafter's first pass, in which no view is made anew.
             self.supports_draft_decode_metadata_update = False
             if kv_heads is not None:
-                ops.for_parts(self)
+                ops.batch.for_parts(self)
             #: None: kernels read the pool's blocks.
             self.kernel_blocks: KernelBlockViews | None = None
             if kv_cache_spec.block_size != runtime.block_size:
@@ -85,7 +86,7 @@ def resident_backend(
             unscheduled = kv_heads is not None or not needed or read.num_reqs > common_attn_metadata.num_reqs
             stock = partial(super().build, common_prefix_len, read, fast_build or unscheduled)
             measured = read if ops.by_kernel_blocks else viewed
-            metadata = ops.metadata(self, stock, measured, needed, runtime.batch.graph is not None)
+            metadata = ops.batch.build(self, stock, measured, needed, runtime.batch.graph is not None)
             setattr(metadata, STEP_WORK, work)
             if self.kernel_blocks is not None:
                 setattr(metadata, KERNEL_BLOCKS, self.kernel_blocks)
@@ -161,7 +162,7 @@ def working_impl(impl: type, ops: BackendOps, attended: set[Any]) -> type:
             work = getattr(attn_metadata, STEP_WORK, None)
             if work is None:
                 return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
-            own_query = ops.dequantised(layer, query)
+            own_query = dequantised(layer, query)
             call = LayerCall(ops, layer, getattr(self, PLACE), own_query, kv_cache, attn_metadata, output)
             if work.precedes:
                 work.before(call)

@@ -18,7 +18,8 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, replace_as
 
-from ...compute.attention.ops import BackendOps, ops_for
+from ...compute.attention.backends import ops_for
+from ...compute.attention.ops import BackendOps
 from ...compute.graphs import Attends
 from ...compute.group import GroupRuntime
 from ...compute.kernel_blocks import whole_blocks
@@ -310,7 +311,7 @@ def _scratch(
     if not ops.compiles:  # on a CPU kernels take their own scratch
         return None, 0
     measures, requests = bool(config.statistics & RUNNING), vllm_config.scheduler_config.max_num_seqs
-    decodes = decode_kernel() != "stock" and all(map(ops.can_decode, layers.values()))
+    decodes = decode_kernel() != "stock" and all(ops.fit(layer).decodes for layer in layers.values())
     decodes &= measures or len(config.classes) > 1
     latent = isinstance(next(iter(layers.values())), latent_types())
     # The kernel decodes one query a request, and graphs of a server that speculates have one for each draft beside it.
@@ -318,7 +319,7 @@ def _scratch(
     # vLLM captures no full graphs of a model with chunks of local attention.
     chunks = get_layers_from_vllm_config(vllm_config, ChunkedLocalAttention)
     largest = (not chunks and vllm_config.compilation_config.max_cudagraph_capture_size) or 0
-    in_graphs = ops.scratch_for(
+    in_graphs = ops.scratch.size_for(
         # Beside vLLM's kernel it is launched for requests that are measured query by query. Of latents the mass beside
         # vLLM's kernel takes scratch.
         requests if decodes or "pivots" in config.statistics or (latent and (measures or config.audit)) else 0,
@@ -416,21 +417,22 @@ def settle(
     ops, decodes = runtime.ops, decode_kernel() != "stock"
     read = reads_keys(config)
     for name, layer in (layers | _evictable(vllm_config, drafting=True)).items():
-        if not (reason := ops.unreadable(layer)):
+        if not (reason := ops.fit(layer).unreadable):
             continue
         if read:
             own = "" if advice.is_own_dtype(vllm_config) else f"{advice.own_dtype(vllm_config)}, or "
             raise KVPolicyError(f"{name} {reason}: use {own}{UNREAD}")
         for group in runtime.groups:
             group.leave_out(BlockMass)  # that of audits: a policy that measures reads keys
-    decodes &= all(map(ops.can_decode, layers.values()))
+    fits = [ops.fit(layer) for layer in layers.values()]
+    decodes &= all(fit.decodes for fit in fits)
     if not decodes and (READ_OF_LAYERS.of(config) or READ_OF_SOME.of(config)):
         raise KVPolicyError(
             "read: the plugin's decode kernel does not run here (VLLM_EVICT_DECODE=stock, a CPU without AVX2, ALiBi "
             "slopes), so all layers read alike: leave dense_layers, a list of leaders and policies that score or split "
             "heads out"
         )
-    runtime.settle(decodes, all(map(ops.outruns, layers.values())), _is_exact(vllm_config, config, ops))
+    runtime.settle(decodes, all(fit.outruns for fit in fits), _is_exact(vllm_config, config, ops))
 
 
 def _is_exact(vllm_config: VllmConfig, config: KVPolicyConfig, ops: BackendOps) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from vllm.forward_context import get_forward_context
 
+from ...compute.attention.fp8 import dequantised
 from ...compute.attention.ops import BackendOps
 from ...compute.probes import LayerCall
 from ...compute.work import HeadSlice, do_together
@@ -94,7 +95,7 @@ def split_impl(impl: type, parts: list[LayerPart], ops: BackendOps, attended: se
                 return output.fill_(0)
             attended.add(layer)
             of_group, shares = get_forward_context().attn_metadata, []
-            own_query = ops.dequantised(layer, query)
+            own_query = dequantised(layer, query)
             for part in parts:
                 metadata = of_group[part.pages]
                 # vLLM does not write keys and values of a layer that shares another layer's cache.

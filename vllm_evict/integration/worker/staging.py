@@ -5,8 +5,7 @@ from typing import Any
 
 from vllm.config import VllmConfig
 
-from ...compute.attention.fp8 import FP8
-from ...compute.attention.ops import CPU_FP8_NAMES
+from ...compute.attention.fp8 import CPU_FP8_NAMES, FP8
 from ...compute.runtime import EvictionRuntime
 from ...config import KVPolicyConfig, KVPolicyError
 from ..engine.spec import host_blocks

@@ -6,7 +6,8 @@ Rows of servers that draft are in `drafting`.
 import vllm.envs as envs
 from vllm.v1.executor.abstract import Executor
 
-from ....compute.attention.ops import DECODED_HEADS, FP8_NAMES, READ_HEADS
+from ....compute.attention.device import DECODED_HEADS, READ_HEADS
+from ....compute.attention.fp8 import FP8_NAMES
 from ....config.features import (
     ANY,
     CONTEXT,

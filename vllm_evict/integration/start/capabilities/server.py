@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import vllm.envs as envs
 from vllm.platforms import current_platform
 
-from ....compute.attention.ops import CPU_FP8_NAMES, FP8_NAMES, LATENT, OPS, UNLIKE, WHOLE_LAYERS
+from ....compute.attention.backends import LATENT, OPS, UNLIKE, WHOLE_LAYERS
+from ....compute.attention.fp8 import CPU_FP8_NAMES, FP8_NAMES
 from ....config import KVPolicyConfig
 from ....config.features import Feature
 from .. import advice, attending, connectors, drafters, fallback, versions, windows
