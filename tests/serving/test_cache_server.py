@@ -111,6 +111,33 @@ def test_a_step_waits_for_a_slow_server_and_says_so(cached, stock, monkeypatch, 
     assert_clean(CacheServer.chunks, stock)
 
 
+@pytest.mark.parametrize("by_step", [False, True], ids=["request", "step"])
+def test_copies_that_the_adapter_forgets_are_waited_for(monkeypatch, by_step):
+    """A request's next copy takes the place of the one before it, and vLLM's own adapter drops those of a step at once."""
+    transfer = SimpleNamespace(kv_transfer_config=KVTransferConfig(**TRANSFER))
+    adapter, asked = SimpleNamespace(store_futures={}), []
+    copies = unread.Copies(transfer, SimpleNamespace(worker_adapter=adapter))
+
+    def store(req_id):
+        future = SimpleNamespace(done=False)
+        future.query = lambda: future.done
+        adapter.store_futures[req_id] = (future, []) if by_step else future
+        asked.append(future)
+
+    def sleep(seconds):
+        next(future for future in asked if not future.done).done = True
+
+    monkeypatch.setattr(unread.time, "sleep", sleep)
+    for req_id in ("one", "other", "one"):
+        store(req_id)
+    adapter.store_futures.pop("other")
+    copies.wait({"one"})
+    assert all(future.done for future in asked)
+    store("other")
+    copies.wait({"one"})
+    assert asked[-1].done == by_step
+
+
 @pytest.mark.parametrize("which", ["request_trackers", "worker_adapter", "store_futures", "num_stored_blocks"])
 def test_a_connector_that_does_not_tell_what_is_stored_is_refused(which):
     part = SimpleNamespace(kv_connector=LMCACHE)

@@ -34,7 +34,7 @@ class Copies:
         found = [each for name, each in named(vllm_config, connector) if name == LMCACHE]
         self._adapters = [getattr(each, of_lmcache(each, "worker_adapter")) for each in found]
         for adapter in self._adapters:
-            of_lmcache(adapter, "store_futures")
+            adapter.store_futures = _Futures(getattr(adapter, of_lmcache(adapter, "store_futures")))
 
     def wait(self, req_ids: Collection[str]) -> None:
         """Wait until the server has copied what these requests have it store, or is known to be gone.
@@ -44,7 +44,7 @@ class Copies:
         """
         since = said = time.monotonic()
         for adapter in self._adapters:
-            for future in _copies(adapter.store_futures, req_ids):
+            for future in adapter.store_futures.of(req_ids):
                 while not future.query() and getattr(adapter, "is_healthy", True):
                     if (now := time.monotonic()) - said > SAID:
                         said = now
@@ -71,7 +71,28 @@ class Waiting(StepPart):
             self._copies.wait(told.req_ids)
 
 
-def _copies(futures: dict[str, Any], req_ids: Collection[str]) -> list[Any]:
-    """Return the copies of requests that are under way. vLLM's own adapter has one a step, and forgets for which."""
-    found = [future for req_id, future in futures.items() if isinstance(future, tuple) or req_id in req_ids]
-    return [future[0] if isinstance(future, tuple) else future for future in found]
+class _Futures(dict[str, Any]):
+    """An adapter's futures of copies, which keeps those that the adapter forgets before they are done.
+
+    The adapter has one future a request. A request's next copy takes the place of the one before, and in vLLM's own
+    adapter a step's copy that is done takes those of all of its requests with it.
+
+    Args:
+        futures: request -> a future; in vLLM's own adapter with the other requests of its step.
+    """
+
+    def __init__(self, futures: dict[str, Any]) -> None:
+        super().__init__()
+        self._under_way: list[tuple[str | None, Any]] = []
+        for req_id, future in futures.items():
+            self[req_id] = future
+
+    def __setitem__(self, req_id: str, future: Any) -> None:
+        super().__setitem__(req_id, future)
+        # vLLM's own adapter has a copy a step, and may forget for which requests.
+        added = (None, future[0]) if isinstance(future, tuple) else (req_id, future)
+        self._under_way = [*(each for each in self._under_way if not each[1].query()), added]
+
+    def of(self, req_ids: Collection[str]) -> list[Any]:
+        """Return the futures of copies that may be of these requests."""
+        return [future for req_id, future in self._under_way if req_id is None or req_id in req_ids]
