@@ -1,9 +1,16 @@
 """What start-up and admission accept finishes: engines with the smallest pool that vLLM accepts (docs/design.md)."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
 from engine import after, random_prompt
+from lora import RANK, write_adapter
+from oracle.hybrids import make_tiny_hybrid
+from streaming import Sessions
+from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.v1.request import RequestStatus
 
 from vllm_evict.core.mechanisms import Pressure
@@ -66,6 +73,63 @@ def test_the_smallest_pool_serves_any_load(engine, name, spare):
     done = run(server, 6 * 3 * 56)
     assert len(done) == 3
     server.assert_nothing_left()
+
+
+def send_all(sessions, turns, then=lambda: None):
+    """Send (name, prompt, adapter) of each of `turns`, a step apart, and run until all have ended; returns steps.
+
+    `then` is called before the last one is sent. The turn of a name that is sent twice leaves its session open.
+    """
+    steps, names = itertools.count(), [name for name, _, _ in turns]
+    for number, (name, prompt, adapter) in enumerate(turns):
+        if number == len(turns) - 1:
+            then()
+        lasts = names.count(name) > 1
+        sessions.send(name, prompt, 20, lasts, lora_request=adapter)
+        sessions.sent[name] += not lasts
+        sessions.run(lambda: next(steps)) if lasts else sessions.step()
+    sessions.run(lambda: next(steps))
+    return next(steps)
+
+
+@pytest.mark.both_runners("host")
+@pytest.mark.parametrize("name", ["h2o", "host", "host-pressure"])
+def test_the_smallest_pool_serves_adapters(engine, tiny, tmp_path, poisoned, name):
+    """Of two adapters a step has one. One gets other weights under its name while requests with it wait, or idle."""
+    files = [tmp_path / each for each in "ab"]
+    for number, path in enumerate(files):
+        write_adapter(tiny, path, number)
+    one, two = (LoRARequest(path.name, number, str(path)) for number, path in enumerate(files, 1))
+    serves = dict(enable_lora=True, max_loras=1, max_lora_rank=RANK)
+    server = engine(POLICIES[name], blocks=LEAST, max_num_batched_tokens=CHUNK, max_model_len=2048, **serves)
+    sessions, first = Sessions(server), random_prompt(900, 1)
+
+    def reload():
+        write_adapter(tiny, files[0], 9)
+        server.core.add_lora(LoRARequest("a", 1, str(files[0]), load_inplace=True))
+
+    turns = [("session", first, one), ("b1", random_prompt(1500, 2), two), ("a", first + random_prompt(500, 3), one)]
+    turns += [("b2", random_prompt(1500, 2), two), ("session", random_prompt(300, 4), one)]
+    assert send_all(sessions, turns, reload) < 6 * 5 * 28
+    sessions.end("session")
+
+
+@pytest.mark.both_runners("host")
+@pytest.mark.parametrize("name", ["h2o", "host", "host-pressure"])
+def test_the_smallest_pool_serves_prompts_whose_ends_are_published(engine, tmp_path, monkeypatch, poisoned, name):
+    """Hashes of 16 tokens beside states: prompts go on in the middle of a block, where another one ended."""
+    monkeypatch.setattr(MambaMixer2, "get_kv_cache_spec", MambaBase.get_kv_cache_spec)
+    serves = dict(mamba_cache_mode="align", prefix_match_unit=16, enable_prefix_caching=True, dtype="float32")
+    serves |= dict(max_num_batched_tokens=CHUNK, max_model_len=2048)
+    model = make_tiny_hybrid(tmp_path / "hybrid", "falcon_h1")
+    with pytest.raises(ValueError, match="KV cache"):
+        engine(POLICIES[name], model=model, blocks=LEAST + 1, **serves)
+    server = engine(POLICIES[name], model=model, blocks=LEAST + 2, **serves)
+    sessions, first = Sessions(server), random_prompt(900 + 20, 1)
+    turns = [("session", first, None), ("r1", first + random_prompt(500, 2), None)]
+    turns += [("r2", random_prompt(1500, 3), None), ("session", random_prompt(300, 4), None)]
+    assert send_all(sessions, turns) < 6 * 4 * 28
+    sessions.end("session")
 
 
 @pytest.mark.parametrize("name", ["pressure", "admits"])

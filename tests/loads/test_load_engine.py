@@ -30,6 +30,10 @@ UNLIKE = [("searched", 3), ("searched", 9), ("gaps", 23), ("gaps", 2), ("fp8", 7
 #: V2 alone: stock vLLM (0.32.0) ends engines of V1 under such load ("Encoder cache miss").
 UNLIKE += [("chunks", 1), ("connected", 1)]
 UNLIKE += [("images", 1), ("reach-images", 8)] if V2 else [("unlike", 1), ("reach-unlike", 6)]
+#: LoRA adapters, some of which are loaded again under their names. Ends of prompts that fill blocks in part.
+OTHERWISE = [("reach-adapters", 1), ("reach-units", 1)]
+UNLIKE += OTHERWISE
+OF_KIND |= {kind: 1 for kind, _ in OTHERWISE}
 #: Drafters beside windows and latents.
 UNLIKE += [("drafts-windows", 1), ("drafts-latent", 0)] if V2 else []
 
@@ -46,7 +50,9 @@ def counts():
     return Counter()
 
 
-@pytest.mark.both_runners("blocks-1", "drafts-windows-1", "drafts-latent-0")
+@pytest.mark.both_runners(
+    "blocks-1", "drafts-windows-1", "drafts-latent-0", *(f"{kind}-{number}" for kind, number in OTHERWISE)
+)
 @pytest.mark.nightly(push=tuple(f"{kind}-{number}" for kind, number in zip(KINDS, CASES)))
 @pytest.mark.parametrize("kind, number", [*zip(KINDS, CASES), ("reach", 8), *UNLIKE])
 def test_each_kind_of_engine_under_random_load(models, async_stays, complaints, counts, monkeypatch, kind, number):
@@ -65,6 +71,8 @@ def test_each_kind_of_engine_under_random_load(models, async_stays, complaints, 
     assert counts["finished"] + counts["aborted"] == counts["requests"]
     assert counts["finished"] > counts["requests"] // 2
     assert not [message for level, message in complaints if level == "ERROR"]
+    assert counts["reloads"] or kind != "reach-adapters"
+    assert counts["ends"] or kind != "reach-units"
     if not V2 and (kind, number) not in UNLIKE:
         assert (
             counts["aborted"]

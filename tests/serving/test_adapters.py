@@ -1,15 +1,13 @@
 """LoRA adapters on one server: an adapter's requests share prefixes and scores with each other, and with no other's."""
 
 import itertools
-import json
 
 import numpy as np
 import pytest
-import torch
 from engine import Engine, logprobs_of, random_prompt
+from lora import RANK, write_adapter
 from oracle.model import DenseLlama
 from parity import assert_like_oracle, assert_tokens_like_oracle
-from safetensors.torch import load_file, save_file
 from streaming import Sessions
 from test_kvzip import reconstructed
 from test_serving_cache import pure_tokens
@@ -20,8 +18,7 @@ from vllm_evict.integration.engine.reconstruction import Reconstructions
 
 pytestmark = pytest.mark.minutes
 
-BLOCK, RANK, SCALE = 32, 8, 2.0
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
+BLOCK = 32
 BASE = {"budget": 160, "buffer": 32, "sink": 32, "recent": 32}
 POLICIES = {
     "h2o": {"name": "h2o", **BASE},
@@ -79,24 +76,6 @@ def test_adapters_answer_as_servers_of_their_own_do(engine, tiny, adapters, pois
             compare(adapters[name][1], prompt, output, trace, policy)
     answered = {tuple(output.outputs[0].token_ids) for output, _ in together[0].values()}
     assert len(answered) == len(ADAPTERS), "the adapters change nothing"
-
-
-def write_adapter(tiny, folder, seed):
-    """Write an adapter's files; returns what it adds to each of the model's weights that it changes."""
-    generator, own, added = torch.Generator().manual_seed(seed), {}, {}
-    for key, weight in load_file(tiny / "model.safetensors").items():
-        if any(each in key for each in TARGETS):
-            (rows, columns), module = weight.shape, key.removesuffix(".weight")
-            down = torch.randn(RANK, columns, generator=generator) * columns**-0.5
-            up = torch.randn(rows, RANK, generator=generator) * RANK**-0.5
-            own |= {f"base_model.model.{module}.lora_A.weight": down}
-            own |= {f"base_model.model.{module}.lora_B.weight": up}
-            added[key] = SCALE * up @ down
-    folder.mkdir(exist_ok=True)
-    save_file(own, folder / "adapter_model.safetensors")
-    config = dict(peft_type="LORA", r=RANK, lora_alpha=SCALE * RANK, target_modules=TARGETS, bias="none")
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return added
 
 
 #: Policies for which workers keep something of each request that has started, and that of stock vLLM.

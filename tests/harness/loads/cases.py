@@ -5,8 +5,10 @@ from dataclasses import dataclass
 
 from drafting import NGRAM
 from engine import V2
+from lora import RANK
 from oracle.images import IMAGE, VOCAB
 
+from loads.adapters import ADAPTERS
 from loads.models import LONGEST
 
 BLOCK_POLICIES = ["sink-window", "strided", "scissorhands", "tova", "snapkv", "rkv", "knorm", "keydiff"]
@@ -171,6 +173,10 @@ BY_NAME = {
     "drafts-windows": ("drafted-windows", _blocks),
     "drafts-latent": ("latent", _by_block),
     "drafts-gdn": ("qwen3_next", _blocks),
+    "adapters": ("plain", _by_block),
+    "reach-adapters": ("plain", _reach),
+    "units": ("falcon_h1", _by_block),
+    "reach-units": ("falcon_h1", _reach),
 }
 #: Kind -> its drafters, as of `Case.options`. vLLM proposes n-grams on the host, so not under async scheduling.
 DRAFTERS = {
@@ -322,6 +328,8 @@ def make_case(number, kind=None, smallest=False):
         "read-hybrid": 2,
         "read-gdn": 3,
         "hybrid-tokens": 2,
+        "units": 2,
+        "reach-units": 2,
         "gdn": 3,
         "drafts-windows": 3,
         "drafts-gdn": 3,
@@ -341,6 +349,15 @@ def make_case(number, kind=None, smallest=False):
         options["speculative_config"] = rng.choice(drafters)
     if kind == "connected":
         options["kv_transfer_config"] = rng.choice(CONNECTORS)
+    if kind.endswith("adapters"):
+        options |= {"enable_prefix_caching": True, "enable_lora": True, "max_lora_rank": RANK}
+        options |= random.Random(f"adapters {number}").choice(
+            [{"max_loras": 1}, {"max_loras": 2}, {"max_loras": 2, "max_cpu_loras": ADAPTERS}]
+        )
+    if kind.endswith("units"):
+        # A block has several hashes; vLLM publishes the end of a prompt by the last of them, and the state there.
+        unit = random.Random(f"unit {number}").choice([8, 16])
+        options |= {"enable_prefix_caching": True, "mamba_cache_mode": "align", "prefix_match_unit": unit}
     if drafts == "drafts-latent":
         # vLLM's CPU engine computes prompts of latents whole. Beside drafts it sets `max_num_scheduled_tokens` before it
         # enlarges its steps for them, so stock vLLM (0.32.0) never starts a prompt longer than the steps asked for.
@@ -366,9 +383,9 @@ def make_program(case, number, requests):
     """What requests do: a list of dicts in the order of their steps, ready for JSON.
 
     Each dict has `at`, the step before which it happens. A reset of the prefix cache has `reset` (True: running requests
-    start over). A request has its `number`, `prompt` (pieces of random prompts: seed, tokens), `tokens` (max_tokens) and
+    start over). An adapter that is loaded again has its number as `reload`, and `in_place`. A request has its `number`, `prompt` (pieces of random prompts: seed, tokens), `tokens` (max_tokens) and
     `priority`, and may have `after` (number of a request whose prompt and answer so far come first), `n`, `extra` (its
-    extra_args), `stop`, `prompt_logprobs`, `abort` (steps from its arrival), `turns` (of a session: further pieces, and
+    extra_args), `adapter` (its number), `stop`, `prompt_logprobs`, `abort` (steps from its arrival), `turns` (of a session: further pieces, and
     tokens of each).
     """
     rng = random.Random(f"program {case.number} {case.kind} {number}")
@@ -401,6 +418,15 @@ def make_program(case, number, requests):
                 request |= {"extra": {"kv_transfer_params": {"do_remote_decode": True}}, "tokens": 1}
                 program.append(request)
                 continue
+        if case.kind.endswith("units") and index and rng.random() < 0.4 and "prompt" in program[-1]:
+            # It goes on where another prompt ended.
+            request["prompt"] = [*program[-1]["prompt"], request["prompt"][-1]]
+        if case.kind.endswith("adapters"):
+            request["adapter"] = rng.randrange(ADAPTERS)
+            if rng.random() < 0.08:
+                program.append({"at": at, "reload": rng.randrange(ADAPTERS), "in_place": rng.random() < 0.5})
+                if rng.random() < 0.5:
+                    program.append({"at": at, "reset": True})
         if case.words < VOCAB:
             for place in sorted(rng.sample(range(3), rng.choice([0, 1, 1, 2])), reverse=True):
                 request["prompt"].insert(place, [number * 1000 + rng.choice([0, 1, 2, 10 + index]), None])
@@ -420,7 +446,7 @@ def make_program(case, number, requests):
             request.pop("after", None)
         elif kind < 0.2:
             request["stop"] = True
-        elif kind < 0.25:
+        elif kind < 0.25 and "adapter" not in request:  # which vLLM's CPU engine cannot give beside adapters
             request["prompt_logprobs"] = True
         if rng.random() < 0.12:
             request["abort"] = rng.choice([0, 1, 2, 5, 20, 60])

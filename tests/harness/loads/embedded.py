@@ -25,7 +25,7 @@ import sys
 import time
 import traceback
 from collections import Counter, defaultdict
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 
@@ -47,6 +47,7 @@ from vllm.v1.request import RequestStatus
 from loads.cases import BY_NAME, KINDS, VOCAB, Case, make_case, make_program
 from loads.host_memory import HostMemory, pool_of
 from loads.images import asked, cut, of_pieces
+from loads.live import Live
 from loads.models import Models
 from loads.pages import Published, numbers, slices_of
 from loads.shrink import shrink_record
@@ -54,33 +55,8 @@ from vllm_evict.core.host_pool import Copy
 
 #: Largest difference of a published key or value from stock's; keys and values of these models go up to about 10.
 TOLERANCE = 1e-4
-#: Largest difference of a log-probability from stock's, for requests without evicted blocks.
-LOGPROB_TOLERANCE = 2e-3
-#: The same over fp8 caches: rounding may take a key or value to the next number of fp8.
-FP8_TOLERANCE = 0.1
 #: A program takes at most this many times the steps that its requests take one after the other.
 PATIENCE = 3
-
-
-@dataclass
-class Live:
-    """A request as its client sees it.
-
-    Attributes:
-        prompt: token ids; of images, numbers that name them (images.py).
-        item: of the program.
-        since: step of its arrival.
-        answers: token ids of each completion so far; of a session, of all turns.
-        turns: of a session, the turns not sent yet; None for other requests.
-        ended: whether the session's last sent turn has ended.
-    """
-
-    prompt: list[int]
-    item: dict
-    since: int
-    answers: list[list[int]] = field(default_factory=list)
-    turns: list | None = None
-    ended: bool = False
 
 
 #: Programs that have run.
@@ -103,6 +79,8 @@ class Run:
         #: A name is given once: vLLM keeps where the states of a request lie that ends in a step without tokens.
         self._named = f"of-{next(RUNS)}"
         self._slices = slices_of(engine)
+        #: Adapters that were loaded again since the prefix cache was empty.
+        self._mixed = set()
         self._host = (
             HostMemory(engine) if getattr(engine.scheduler, "mechanisms", None) and pool_of(engine.scheduler) else None
         )
@@ -147,7 +125,7 @@ class Run:
 
     def _alone(self, item):
         """Most steps of a request that runs alone."""
-        if "reset" in item:
+        if "tokens" not in item:
             return 5
         turns = 1 + len(item.get("turns", ()))
         tokens = item["tokens"] + sum(tokens for _, tokens in item.get("turns", ()))
@@ -156,15 +134,13 @@ class Run:
 
     def _begin(self, item):
         if "reset" in item:
-            self.counts["resets"] += 1
-            # vLLM raises if it is to preempt all that hold blocks, and sessions between two turns do.
-            running = item["reset"] and not self.engine.scheduler.kv_holding_waiting
-            self.engine.llm.reset_prefix_cache(reset_running_requests=running)
-            return
+            return self._reset(item["reset"])
+        if "reload" in item:
+            return self._reload(item["reload"], item["in_place"])
         number, before, prompt = item["number"], item.get("after"), of_pieces(item["prompt"], self.case.words)
         if before is not None and (known := self.live.get(before) or self.ended.get(before)):
             prompt = [*known.prompt, *(known.answers[0] if known.answers else []), *prompt]
-        live = Live(cut(prompt, self.case.longest - 2), item, self.step)
+        live = Live(cut(prompt, self.case.longest - 2), item, self.step, mixed=item.get("adapter") in self._mixed)
         try:
             if "turns" in item:
                 # vLLM's synchronous front end has no sessions, so they go to the engine core.
@@ -172,7 +148,8 @@ class Run:
                 self._send(live, live.prompt, item["tokens"])
             else:
                 params = self._params(item, item["tokens"])
-                self.vllm.add_request(str(number), asked(live.prompt), params, priority=item["priority"])
+                about = {"priority": item["priority"], "lora_request": self._lora_of(item)}
+                self.vllm.add_request(str(number), asked(live.prompt), params, **about)
         except VLLMValidationError as error:
             assert item.get("extra"), error
             self.counts["refused"] += 1
@@ -180,6 +157,25 @@ class Run:
         self.counts["requests"] += 1
         self.counts["completions"] += item.get("n", 1)
         self.live[number] = live
+
+    def _reset(self, running):
+        self.counts["resets"] += 1
+        # vLLM raises if it is to preempt all that hold blocks, and sessions between two turns do.
+        running &= not self.engine.scheduler.kv_holding_waiting
+        if self.engine.llm.reset_prefix_cache(reset_running_requests=running) and self.published is not None:
+            self.published.reset()
+            self._mixed.clear()
+
+    def _reload(self, number, in_place):
+        self.counts["reloads"] += 1
+        self.published.reload(number)
+        self.stock.adapters.reload(self.engine, number, in_place)
+        self._mixed.add(number)
+        for live in self.live.values():
+            live.mixed |= live.item["adapter"] == number
+
+    def _lora_of(self, item):
+        return self.stock.adapters.named(item["adapter"]) if "adapter" in item else None
 
     def _params(self, item, tokens):
         options = {"logprobs": 0, "extra_args": item.get("extra")}
@@ -201,7 +197,8 @@ class Run:
         params, request = self._params(live.item, tokens), {"prompt_token_ids": prompt}
         params.detokenize, name = False, self._name(live.item["number"])
         tasks, process = self.engine.llm.supported_tasks, self.vllm.input_processor.process_inputs
-        made = process(name, request, params, tasks, resumable=resumable, priority=live.item["priority"])
+        about = {"priority": live.item["priority"], "lora_request": self._lora_of(live.item)}
+        made = process(name, request, params, tasks, resumable=resumable, **about)
         self._core.add_request(made)
         live.ended = False
         self.counts["turns"] += resumable
@@ -284,11 +281,9 @@ class Run:
         self.counts["evicted from"] += lost
         tokens = output.outputs[0].token_ids
         lost |= not self.case.reads_all(len(live.prompt) + len(tokens))
+        lost |= live.mixed
         if not lost and self.stock is not None and number % 4 == 0 and item.get("n", 1) == 1 and "stop" not in item:
-            got = [row[token].logprob for row, token in zip(output.outputs[0].logprobs, tokens)]
-            want = self.stock.logprobs(live.prompt, tokens)
-            atol = FP8_TOLERANCE if self.case.kind == "fp8" else LOGPROB_TOLERANCE
-            np.testing.assert_allclose(got, want, atol=atol, err_msg=f"request {number}, without evicted blocks")
+            self.stock.compare(number, live.prompt, output.outputs[0], item.get("adapter"))
             self.counts["answers compared"] += 1
 
     def _check_step(self):
@@ -390,6 +385,8 @@ def _published(engine, case, models):
 
 def run_program(engine, case, program, published, stock, counts):
     engine.llm.reset_prefix_cache()
+    if published is not None:
+        published.reset()
     torch.manual_seed(0)
     run = Run(engine, case, program, published, stock)
     try:

@@ -3,6 +3,7 @@
 import json
 import os
 from contextlib import nullcontext
+from functools import cached_property
 from pathlib import Path
 
 import cache_server
@@ -26,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_sh
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
+from loads.adapters import Adapters
 from loads.pages import Stock
 from vllm_evict.compute import choosing
 from vllm_evict.compute.kernels import reach as kernel
@@ -108,6 +110,10 @@ class Models:
         self._doubles.setattr(choosing, "reach", _reach)
         return in_place_of("CPU_ATTN", "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend")
 
+    @cached_property
+    def adapters(self):
+        return Adapters(self.path("plain"), self.folder / "adapters")
+
     def gates(self, sink, recent):
         """A file of `RETRIEVAL`, for windows of this size."""
         folder = self.folder / f"gates-{sink}-{recent}"
@@ -126,7 +132,8 @@ class Models:
 
     def stock(self, case):
         cache = case.options.get("kv_cache_dtype", "auto")
-        key = case.model, case.block_size, cache
+        adapters = {each: case.options[each] for each in ("enable_lora", "max_lora_rank") if each in case.options}
+        key = case.model, case.block_size, cache, *adapters
         if key not in self._stocks:
             longest = case.longest + case.block_size
             engine = self._made(
@@ -138,9 +145,11 @@ class Models:
                 enable_prefix_caching=False,
                 async_scheduling=False,
                 kv_cache_dtype=cache,
+                **adapters,
                 **_arguments(case.model),
             )
-            self._stocks[key] = Stock(engine)
+            # Rounding may take a key or value to the next number of fp8.
+            self._stocks[key] = Stock(engine, self.adapters if adapters else None, 2e-3 if cache == "auto" else 0.1)
         return self._stocks[key]
 
     def engine(self, case):
