@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ..compute.kernels.decode import decode_classes_reference  # noqa: F401  (the reference)
-from ..compute.kernels.paged import PagedAttention
+from ..compute.kernels.paged import DecodeShape, PagedAttention
 from .combine import COMBINE_OPTIONS, COMBINE_SIZES, MAX_SPLITS, combine_splits
 from .decode_mass import (
     ATTEND_SIZES,
@@ -25,35 +25,23 @@ from .tiles import LOG2_E, require
 
 
 def plan_classes(
-    rows: int,
-    group: int,
-    kv_heads: Sequence[int],
-    head_dim: int,
-    block_size: int,
-    max_blocks: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device | str,
+    shapes: Sequence[DecodeShape],
     *,
     mass: bool = True,
     per_token: bool = False,
     splits: Sequence[int] | None = None,
     take: Callable[..., torch.Tensor] = torch.empty,
 ) -> list[DecodePlan]:
-    """Make a plan for each class (see `plan_decode`). `group` query heads share a KV head.
+    """Make a plan for each class (see `plan_decode`). Classes differ in heads and blocks.
 
     Splits have about the same length in all classes. All classes together have as many programs as `plan_decode` makes.
     """
     if splits is None:
-        splits = splits_of(rows, kv_heads, [blocks * block_size for blocks in max_blocks], programs_on(device))
+        kv_heads, tokens = zip(*((shape.kv_heads, shape.max_blocks * shape.block_size) for shape in shapes))
+        splits = splits_of(shapes[0].rows, kv_heads, tokens, programs_on(shapes[0].device))
     return [
-        plan_decode(
-            *(rows, group * heads, heads, head_dim, block_size, blocks, dtype, device),
-            mass=mass,
-            per_token=per_token,
-            splits=pieces,
-            take=take,
-        )
-        for heads, blocks, pieces in zip(kv_heads, max_blocks, splits)
+        plan_decode(shape, mass=mass, per_token=per_token, splits=pieces, take=take)
+        for shape, pieces in zip(shapes, splits)
     ]
 
 
@@ -98,10 +86,8 @@ def decode_classes(
     if not n:
         return
     if plans is None:
-        widths = [attention.block_table.shape[1] for attention in classes]
-        shape = n, one.group, kv_heads, one.query.shape[2], one.key_cache.shape[2], widths
-        wanted = any(attention.mass is not None for attention in classes)
-        plans = plan_classes(*shape, one.query.dtype, one.query.device, mass=wanted, per_token=one.per_token)
+        shapes, wanted = [DecodeShape.of(each, n) for each in classes], any(each.mass is not None for each in classes)
+        plans = plan_classes(shapes, mass=wanted, per_token=one.per_token)
     first, second = (launch_of(*each, n) for each in zip(classes, outputs, lses, plans))
     require(one.key_cache.dtype == classes[1].key_cache.dtype, "caches of both classes must have one dtype")
     require(

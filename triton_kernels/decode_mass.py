@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ..compute.kernels.decode import decode_mass_reference  # noqa: F401  (the reference)
-from ..compute.kernels.paged import PagedAttention
+from ..compute.kernels.paged import DecodeShape, PagedAttention
 from .combine import (
     COMBINE_OPTIONS,
     MASS_TILE,
@@ -71,41 +71,34 @@ class DecodePlan(NamedTuple):
 
 
 def plan_decode(
-    rows: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    max_blocks: int,
-    dtype: torch.dtype,
-    device: torch.device | str,
+    shape: DecodeShape,
     *,
     mass: bool = True,
     per_token: bool = False,
     splits: int | None = None,
     take: Callable[..., torch.Tensor] = torch.empty,
 ) -> DecodePlan:
-    """Make a plan for up to `rows` requests of up to `max_blocks` blocks each.
-
-    A program reads one split of one request and KV head.
+    """Make a plan for launches of up to these sizes. A program reads one split of one request and KV head.
 
     Args:
+        shape: of the launches.
         mass, per_token: whether there is scratch for mass, and for mass by token (which serves blocks too).
         splits: None takes `PROGRAMS_PER_SM` programs for each SM, with at least `MIN_SPLIT_TOKENS` in a split of the
             longest request. The last bits of outputs depend on it, so a fixed number makes them independent of the
             batch.
         take: allocates scratch, called like `torch.empty`.
     """
+    blocks = shape.max_blocks
     if splits is None:
-        wanted = triton.cdiv(programs_on(device), max(rows * kv_heads, 1))
-        splits = max(min(wanted, triton.cdiv(max_blocks * block_size, MIN_SPLIT_TOKENS), MAX_SPLITS), 1)
-    tile = tile_of(head_dim, block_size, dtype)
+        wanted = triton.cdiv(programs_on(shape.device), max(shape.rows * shape.kv_heads, 1))
+        splits = max(min(wanted, triton.cdiv(blocks * shape.block_size, MIN_SPLIT_TOKENS), MAX_SPLITS), 1)
+    tile = tile_of(shape.head_dim, shape.block_size, shape.dtype)
 
-    def scratch(*shape: int) -> torch.Tensor:
-        return take(rows, heads, *shape, dtype=torch.float32, device=device)
+    def scratch(*sizes: int) -> torch.Tensor:
+        return take(shape.rows, shape.heads, *sizes, dtype=torch.float32, device=shape.device)
 
-    granules = scratch(max_blocks * _logs(tile, block_size, per_token)) if mass else None
-    return DecodePlan(splits, tile, max_blocks, scratch(splits, head_dim), scratch(splits, 2), granules)
+    granules = scratch(blocks * _logs(tile, shape.block_size, per_token)) if mass else None
+    return DecodePlan(splits, tile, blocks, scratch(splits, shape.head_dim), scratch(splits, 2), granules)
 
 
 def _logs(tile: Tile, block_size: int, per_token: bool) -> int:
@@ -157,13 +150,12 @@ def decode_mass(
     the mass adds 2 * G / (bs * D) of the bytes, 0.8 % for G = 8, bs = 16, D = 128; with `per_token` bs times that.
     """
     check_arguments(attention, rows, output, lse)
-    n, query, (_, kv_heads, block_size, _) = len(rows), attention.query, attention.key_cache.shape
+    n, kv_heads = len(rows), attention.key_cache.shape[1]
     if not n:
         return
     if plan is None:
-        shape = n, query.shape[1], kv_heads, query.shape[2], block_size, attention.block_table.shape[1]
         measured = {"mass": attention.mass is not None, "per_token": attention.per_token}
-        plan = plan_decode(*shape, query.dtype, query.device, **measured)
+        plan = plan_decode(DecodeShape.of(attention, n), **measured)
     launch = launch_of(attention, output, lse, plan, n)
     shared = attention.query_start_loc, rows, attention.weights
     _attend[(kv_heads, n, plan.splits)](

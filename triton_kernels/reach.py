@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ..compute.kernels.codes import packed_tokens
 from ..compute.kernels.logits import UNKNOWN
-from ..compute.kernels.reach import OF_ROWS, SCRATCH, ReachRows, copy_reference, reach_reference  # noqa: F401  (references)
+from ..compute.kernels.reach import SCRATCH, ReachRows, ReachState, copy_reference, reach_reference  # noqa: F401  (references)
 from ..compute.kernels.signs import TILE_DIMS, TILE_QUERIES, tokens_of
 from .reach_bits import bit_logits
 from .reach_signs import indexed, of_part, sign_logits
@@ -40,22 +40,13 @@ UNRANKED = tl.constexpr(UNKNOWN)
 
 def reach(
     rows: ReachRows,
+    state: ReachState,
     query: torch.Tensor,
-    index: torch.Tensor,
-    numbers: torch.Tensor,
-    held: torch.Tensor,
-    read: torch.Tensor,
-    picked: torch.Tensor,
-    scores: torch.Tensor,
-    counts: torch.Tensor,
     cache: torch.Tensor,
     host: torch.Tensor,
     table: torch.Tensor,
-    scale: float,
-    soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     step: int = 0,
-    fetch: int = 0,
     leads: bool = True,
 ) -> None:
     """`compute.kernels.reach.reach` on a device. Rows with a negative slot are padding.
@@ -65,8 +56,44 @@ def reach(
     host; one where no row chooses. Rows that score are launched as
     many at a time as `SCRATCH` has room for their logarithms. Scratch comes from torch's allocator.
     """
-    check_int32(numbers=numbers, held=held, read=read, picked=picked, counts=counts, table=table, written=rows.written)
+    _check(rows, state, query, table)
+    numbers, held, read, written = state.numbers, state.held, state.read, rows.written
     width, most = numbers.shape[1], held.shape[1]
+    own = None if sinks is None else sinks.expand(query.shape[:2])
+    at_once = max(SCRATCH // (OF_BLOCK * width) // 4 * 4, 4)  # Triton compiles for rows that start at 16 bytes
+    for first in range(0, len(rows.queries) if most else 0, at_once):
+        some = rows.part(first, first + at_once)
+        count, new = len(some.slots), query.new_empty
+        # Of these nothing is used if no row chooses, and without blocks of the host all places in `held` are -1.
+        places = picks = taken = held
+        if rows.most:
+            places, keys = new((count, width), dtype=torch.int32), new((count, width), dtype=torch.float32)
+            _score(some, state, query, keys, places, own, leads)
+            order = keys.sort(descending=True, stable=True).indices
+            picks, fresh = (new((count, most), dtype=torch.int32) for _ in range(2))
+            coming = new(count, dtype=torch.int32)
+            _choose[(count,)](
+                order, numbers, places, read, picks, fresh, coming, state.counts, some.slots, some.chooses, some.first,
+                some.end, some.chosen, width, most, state.fetch or width, step, CHUNK=CHUNK, num_warps=4,
+            )  # fmt: skip
+        if rows.most and len(host):
+            taken, to, of = (new((count, most), dtype=torch.int32) for _ in range(3))
+            _take_places[(count, triton.cdiv(most, PLACES))](
+                numbers, written, places, read, fresh, coming, taken, to, of, some.slots, some.chooses, some.first,
+                some.rooms, some.out_rows, written.stride(0), width, most, PLACES=PLACES, num_warps=4,
+            )  # fmt: skip
+            copy_blocks(cache, host, to.view(-1), of.view(-1))
+        _name[(count, triton.cdiv(max(table.shape[1], most), CHUNK))](
+            table, numbers, written, places, held, read, state.picked, picks, taken, some.slots, some.chooses,
+            some.blocks, some.first, some.end, some.chosen, some.out_rows, table.stride(0), written.stride(0), width,
+            most, step, CHUNK=CHUNK, num_warps=4,
+        )  # fmt: skip
+
+
+def _check(rows: ReachRows, state: ReachState, query: torch.Tensor, table: torch.Tensor) -> None:
+    numbers, held, read, picked, counts = state.numbers, state.held, state.read, state.picked, state.counts
+    index, scores, written = state.index, state.scores, rows.written
+    check_int32(numbers=numbers, held=held, read=read, picked=picked, counts=counts, table=table, written=written)
     heads, kv_heads, dims = query.shape[1], index.shape[1], query.shape[2]
     require(query.dtype in DTYPES and query.stride(2) == 1, "query must be [T, H, D] with a contiguous last dimension")
     require(
@@ -74,56 +101,20 @@ def reach(
     )
     whole = index.dtype in TOKENS_OF or index.shape[2] % (2 * dims) == 0
     require(whole, "boxes must be [n, Hkv, boxes * 2 * D]")
-    require(held.stride() == read.stride() == picked.stride() == (most, 1), "held, read and picked must be dense")
+    dense = held.stride() == read.stride() == picked.stride() == (held.shape[1], 1)
+    require(dense, "held, read and picked must be dense")
     require(numbers.is_contiguous() and scores.shape == numbers.shape, "numbers and scores must be dense, of one shape")
     require(scores.is_contiguous() and scores.dtype == torch.float32, "scores must be float32 and dense")
     require(counts.is_contiguous() and counts.shape[1] == 3, "counts must be [slots, 3] and dense")
-    require(table.stride(1) == rows.written.stride(1) == 1, "tables must have dense rows")
-    own = None if sinks is None else sinks.expand(len(query), heads)
-    at_once = max(SCRATCH // (OF_BLOCK * width) // 4 * 4, 4)  # Triton compiles for rows that start at 16 bytes
-    for first in range(0, len(rows.queries) if most else 0, at_once):
-        known = [each[first : first + at_once] for each in rows[:OF_ROWS]]
-        blocks, starts, ends, chosen, rooms, slots, out_rows, chooses = known[3:]
-        count, new = len(slots), query.new_empty
-        # Of these nothing is used if no row chooses, and without blocks of the host all places in `held` are -1.
-        places = picks = taken = held
-        if rows.most:
-            places, keys = new((count, width), dtype=torch.int32), new((count, width), dtype=torch.float32)
-            many = min(max(rows.many - first, 0), count) if rows.many else count
-            some = rows._replace(**dict(zip(rows._fields, known)), many=many)
-            _score(some, query, index, numbers, held, scores, keys, places, scale, soft_cap, own, leads)
-            order = keys.sort(descending=True, stable=True).indices
-            picks, fresh = (new((count, most), dtype=torch.int32) for _ in range(2))
-            coming = new(count, dtype=torch.int32)
-            _choose[(count,)](
-                order, numbers, places, read, picks, fresh, coming, counts, slots, chooses, starts, ends, chosen,
-                width, most, fetch or width, step, CHUNK=CHUNK, num_warps=4,
-            )  # fmt: skip
-        if rows.most and len(host):
-            taken, to, of = (new((count, most), dtype=torch.int32) for _ in range(3))
-            _take_places[(count, triton.cdiv(most, PLACES))](
-                numbers, rows.written, places, read, fresh, coming, taken, to, of, slots, chooses, starts, rooms,
-                out_rows, rows.written.stride(0), width, most, PLACES=PLACES, num_warps=4,
-            )  # fmt: skip
-            copy_blocks(cache, host, to.view(-1), of.view(-1))
-        _name[(count, triton.cdiv(max(table.shape[1], most), CHUNK))](
-            table, numbers, rows.written, places, held, read, picked, picks, taken, slots, chooses, blocks, starts,
-            ends, chosen, out_rows, table.stride(0), rows.written.stride(0), width, most, step,
-            CHUNK=CHUNK, num_warps=4,
-        )  # fmt: skip
+    require(table.stride(1) == written.stride(1) == 1, "tables must have dense rows")
 
 
 def _score(
     rows: ReachRows,
+    state: ReachState,
     query: torch.Tensor,
-    index: torch.Tensor,
-    numbers: torch.Tensor,
-    held: torch.Tensor,
-    scores: torch.Tensor,
     keys: torch.Tensor,
     places: torch.Tensor,
-    scale: float,
-    soft_cap: float,
     sinks: torch.Tensor | None,
     leads: bool,
 ) -> None:
@@ -135,38 +126,40 @@ def _score(
         places: int32 [R, W], the place of each full block in the room; -1: it has none.
         sinks: [T, H].
     """
-    tokens, asked, full, _, starts, ends, _, rooms, slots, out_rows, chooses = rows[:OF_ROWS]
+    index, held = state.index, state.held
     (count, width), most = keys.shape, held.shape[1]
     heads, kv_heads, dims = query.shape[1], index.shape[1], query.shape[2]
     group, tokens_in = heads // kv_heads, TOKENS_OF.get(index.dtype)
     has_sinks, of_token = (False, 0) if sinks is None else (True, sinks.stride(0))
-    for begin, end, queries in (0, rows.many, rows.most), (rows.many, count, rows.few):
+    many = count if rows.many is None else rows.many
+    for begin, end, queries in (0, many, rows.most), (many, count, rows.few):
         least, kernels = _scoring(index.dtype, dims, queries)
         at_once = max(SCRATCH // (4 * heads * width * queries), 1) if leads else count
         for first in range(begin, end, at_once):
             its = min(at_once, end - first)
             logs = query.new_empty((its * queries if leads else 0, heads, width), dtype=torch.float32)
             lse = query.new_empty((its * queries, heads), dtype=torch.float32)
-            scored = slots, chooses, full, asked, first, queries
+            scored = rows.slots, rows.chooses, rows.full, rows.query_counts, first, queries
             for kernel, tiles, queried, items, own_blocks, dim, warps in kernels if leads else ():
                 parts = triton.cdiv(queried * group, items)
                 programs = max(min(triton.cdiv(width, own_blocks), SCORING // (its * parts * kv_heads)), 1)
                 kernel[(its * parts, kv_heads, programs)](
-                    query, index, numbers, rows.written, logs, *scored, parts, least, tokens, out_rows, scale * LOG2_E,
+                    query, index, state.numbers, rows.written, logs, *scored, parts, least, rows.queries, rows.out_rows,
+                    state.scale * LOG2_E,
                     *query.stride()[:2], rows.written.stride(0), rows.pool, width, heads, kv_heads,
                     GROUP=group, HEAD_DIM=dims, WORDS=index.shape[2],
                     TOKENS=16 if tokens_in is None else tokens_in(index, dims),
-                    SOFT_CAP=soft_cap * LOG2_E, TILES=tiles, ROWS=items, BLOCKS=own_blocks, DIM=dim,
+                    SOFT_CAP=state.soft_cap * LOG2_E, TILES=tiles, ROWS=items, BLOCKS=own_blocks, DIM=dim,
                     num_warps=warps, num_stages=3 if tokens_in is None else 2,
                 )  # fmt: skip
             if leads:
                 _sums[(its * queries, heads)](
-                    logs, lse, lse if sinks is None else sinks, *scored, tokens, of_token, width, heads,
+                    logs, lse, lse if sinks is None else sinks, *scored, rows.queries, of_token, width, heads,
                     HAS_SINKS=has_sinks, CHUNK=4 * CHUNK, num_warps=4,
                 )  # fmt: skip
             _shares[(its, triton.cdiv(width, PLACES))](
-                logs, lse, scores, keys, places, held, *scored, starts, ends, rooms, width, heads, most,
-                LEADS=leads, HEADS=MIN_ROWS, BLOCKS=PLACES, PLACES=PLACES, num_warps=4,
+                logs, lse, state.scores, keys, places, held, *scored, rows.first, rows.end, rows.rooms, width, heads,
+                most, LEADS=leads, HEADS=MIN_ROWS, BLOCKS=PLACES, PLACES=PLACES, num_warps=4,
             )  # fmt: skip
 
 

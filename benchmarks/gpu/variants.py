@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_evict.compute.kernels.paged import PagedAttention
+from vllm_evict.compute.kernels.paged import DecodeShape, PagedAttention
 
 # The calls of one graph use these caches in turn: together several times an H200's 50 MiB of L2.
 LEAST_BYTES = 512 * 2**20
@@ -97,7 +97,7 @@ def decode(case: Case) -> dict[str, Variant]:
     shape = case.requests, case.heads, case.kv_heads, case.dim, case.block_size, case.width
 
     def run(mass=None, per_token=False):
-        plan = plan_decode(*shape, DTYPE, case.device, per_token=per_token)
+        plan = plan_decode(DecodeShape(*shape, DTYPE, case.device), per_token=per_token)
         calls = [
             lambda its=its: decode_mass(its, case.rows, output, lse=lse, plan=plan)
             for its in case.attentions(query, mass=mass, per_token=per_token)
@@ -109,7 +109,7 @@ def decode(case: Case) -> dict[str, Variant]:
         return Variant(calls, case.keys_bytes)
 
     def in_cuda(bulk, mass=None):
-        plan = decode_cuda.plan_decode(*shape, DTYPE, case.device, bulk=bulk)
+        plan = decode_cuda.plan_decode(DecodeShape(*shape, DTYPE, case.device), bulk=bulk)
         calls = [
             lambda its=its: decode_cuda.decode_mass(its, case.rows, output, lse=lse, plan=plan)
             for its in case.attentions(query, mass=mass)
@@ -187,11 +187,10 @@ def classes(long: Case, short: Case) -> dict[str, Variant]:
     query = long.random(long.requests, 2 * long.heads, long.dim)
     output, outs = torch.empty_like(query), [case.zeros(case.requests, case.kv_heads, case.width) for case in both]
     shape = long.dim, long.block_size
-    group, kv_heads = long.heads // long.kv_heads, [case.kv_heads for case in both]
-    plans = plan_classes(long.requests, group, kv_heads, *shape, [case.width for case in both], DTYPE, long.device)
-    alone = [
-        plan_decode(case.requests, case.heads, case.kv_heads, *shape, case.width, DTYPE, case.device) for case in both
+    shapes = [
+        DecodeShape(case.requests, case.heads, case.kv_heads, *shape, case.width, DTYPE, case.device) for case in both
     ]
+    plans, alone = plan_classes(shapes), [plan_decode(each) for each in shapes]
     parts, attended = query.split(long.heads, 1), output.split(long.heads, 1)
     of_long, of_short = (case.attentions(its, mass=out) for case, its, out in zip(both, parts, outs))
     pairs = list(zip(of_long, itertools.cycle(of_short)))
@@ -246,7 +245,7 @@ def moves(case: Case, least: int, most: int) -> dict[str, Variant]:
 
 def choices(case: Case) -> dict[str, Variant]:
     """Choose an eighth of the blocks, which are all on the device, and attend to them."""
-    from vllm_evict.compute.kernels.reach import OF_ROWS, ReachRows
+    from vllm_evict.compute.kernels.reach import OF_ROWS, ReachRows, ReachState
     from vllm_evict.compute.kernels.signs import key_signs
     from vllm_evict.triton_kernels.decode_mass import decode_mass, plan_decode
     from vllm_evict.triton_kernels.reach import reach
@@ -255,7 +254,7 @@ def choices(case: Case) -> dict[str, Variant]:
     query, output = case.random(count, case.heads, case.dim), case.random(count, case.heads, case.dim)
     keys = key_signs(case.random(64, case.kv_heads, case.block_size, case.dim))
     indices = [keys[torch.randint(64, (count * width,), device=case.device)] for _ in range(2)]
-    known = torch.zeros((OF_ROWS, -(-count // 4) * 4), dtype=torch.int32, device=case.device)
+    known = torch.zeros((len(OF_ROWS), -(-count // 4) * 4), dtype=torch.int32, device=case.device)
     for number, value in enumerate((0, 1, width - 1, width, 1, width - 1, read - 2, 0, 0, 0, 1)):
         known[number] = value
     for number in (0, 8, 9):  # the query, slot and row of each request
@@ -265,10 +264,11 @@ def choices(case: Case) -> dict[str, Variant]:
     state = *nothing, case.zeros(count, width), case.zeros(count, 3).int()
     table, lens = torch.zeros_like(case.table), torch.full_like(case.lens, read * case.block_size)
     shape = count, case.heads, case.kv_heads, case.dim, case.block_size
-    of_all, of_best = (plan_decode(*shape, blocks, DTYPE, case.device) for blocks in (width, read))
+    of_all, of_best = (plan_decode(DecodeShape(*shape, blocks, DTYPE, case.device)) for blocks in (width, read))
 
     def choose(cache, index):
-        reach(rows, query, index, *state, cache, cache[:0].contiguous(), table, case.scale, step=1)
+        its = ReachState(index, *state, case.scale)
+        reach(rows, its, query, cache, cache[:0].contiguous(), table, step=1)
 
     def attend(its, plan):
         decode_mass(its, case.rows, output, plan=plan)
@@ -293,28 +293,29 @@ def choices(case: Case) -> dict[str, Variant]:
 def tiles(case: Case, queries: int) -> dict[str, Variant]:
     """Choose an eighth of the blocks for each 32 queries of a chunk, beside the products of queries and keys alone."""
     from vllm_evict.compute.kernels.bounds import key_bounds
-    from vllm_evict.compute.kernels.reach import OF_ROWS, ReachRows
+    from vllm_evict.compute.kernels.reach import OF_ROWS, ReachRows, ReachState
     from vllm_evict.compute.kernels.signs import key_signs
     from vllm_evict.config.sizes import TILE
     from vllm_evict.triton_kernels.reach import reach
 
     size, count = min(TILE, queries), max(queries // TILE, 1)
     query, read = case.random(queries, case.heads, case.dim), max(case.width // 8, 4)
-    known = torch.zeros((OF_ROWS, -(-count // 4) * 4), dtype=torch.int32, device=case.device)
+    known = torch.zeros((len(OF_ROWS), -(-count // 4) * 4), dtype=torch.int32, device=case.device)
     numbers = case.ints(known.shape[1])
     full = (case.tokens - queries + size * numbers) // case.block_size
     each = size * numbers, size, full, full + -(-size // case.block_size), 1, full, read - 2, 0, numbers, numbers, 1
     for number, value in enumerate(each):
         known[number] = value
     written = case.table[:1].expand(count, -1).contiguous()
-    rows = ReachRows(*known[:, :count].unbind(), written, case.width, size)
+    rows = ReachRows(*known[:, :count].unbind(), written, case.width, most=size)
     nothing = [torch.full((count, case.width), -1, dtype=torch.int32, device=case.device) for _ in range(4)]
     state, table = (*nothing, case.zeros(count, case.width), case.zeros(count, 3).int()), torch.zeros_like(written)
     keys = case.random(case.width, case.kv_heads, case.block_size, case.dim)
 
     def choose(index):
         cache = case.caches[0]
-        reach(rows, query, index, *state, cache, cache[:0].contiguous(), table, case.scale, step=1)
+        its = ReachState(index, *state, case.scale)
+        reach(rows, its, query, cache, cache[:0].contiguous(), table, step=1)
 
     of_keys = {"by signs": key_signs(keys), "by boxes": key_bounds(keys)}
     made = {name: Variant([partial(choose, index)], index.nbytes) for name, index in of_keys.items()}

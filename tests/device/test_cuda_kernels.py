@@ -17,7 +17,7 @@ import torch
 from vllm_evict.compute.attention.device import DeviceOps
 from vllm_evict.compute.kernels import decode_cuda
 from vllm_evict.compute.kernels.decode_cuda import Library, depth_for, plan_decode, refused, splits_for
-from vllm_evict.compute.kernels.paged import PagedAttention
+from vllm_evict.compute.kernels.paged import DecodeShape, PagedAttention
 from vllm_evict.config import KVPolicyError
 
 pytest.importorskip("triton")
@@ -81,7 +81,7 @@ class CudaBatch(Batch):
 
     def plan(self, **options):
         shape = len(self.rows), self.heads, self.kv_heads, self.query.shape[2], self.block_size, self.table.shape[1]
-        plan = plan_decode(*shape, self.query.dtype, DEVICE, **options)
+        plan = plan_decode(DecodeShape(*shape, self.query.dtype, DEVICE), **options)
         for scratch in (plan.partial, plan.stats, plan.granules):
             if scratch is not None:
                 scratch.fill_(torch.nan)
@@ -316,7 +316,7 @@ def test_what_the_kernel_does_not_take():
     assert "aligned to 16 bytes" in sentence(cut=slice(4, None))
     batch = CudaBatch(None, [1], [16], dtype=F32)
     with pytest.raises(ValueError, match="one dtype"):
-        batch.decode(plan=plan_decode(1, 4, 2, 64, 16, 4, BF16, DEVICE))
+        batch.decode(plan=plan_decode(DecodeShape(1, 4, 2, 64, 16, 4, BF16, DEVICE)))
 
 
 def test_errors_are_the_librarys(kernels):
@@ -327,7 +327,7 @@ def test_errors_are_the_librarys(kernels):
         batch.decode(plan=batch.plan(mass=False))
     with pytest.raises(TypeError, match="rows must be int32"):
         batch.rows = batch.rows.long()
-        batch.decode(plan=plan_decode(1, 4, 2, 64, 16, 4, BF16, DEVICE))
+        batch.decode(plan=plan_decode(DecodeShape(1, 4, 2, 64, 16, 4, BF16, DEVICE)))
 
 
 def test_splits_fill_whole_waves():

@@ -40,6 +40,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_evict.compute.attention.device import DeviceOps
 from vllm_evict.compute.kernels.decode import decode_classes_reference
+from vllm_evict.compute.kernels.paged import DecodeShape
 from vllm_evict.compute.probes import LayerCall, MassTarget
 from vllm_evict.compute.work import HeadSlice
 from vllm_evict.triton_kernels.decode_classes import decode_classes, plan_classes
@@ -168,7 +169,7 @@ def test_decode_captures_into_a_graph(per_token):
 
 def test_splits_fill_the_device_and_no_more():
     def splits(rows, kv_heads, tokens):
-        return plan_decode(rows, 32, kv_heads, 128, 16, tokens // 16, BF16, "cpu").splits
+        return plan_decode(DecodeShape(rows, 32, kv_heads, 128, 16, tokens // 16, BF16, "cpu")).splits
 
     assert splits(1, 8, 131_072) == 66  # 4 programs on each of 132 SMs
     assert splits(1, 1, 131_072) == 128
@@ -213,9 +214,13 @@ class Classes:
         return [getattr(each, name) for each in self.classes]
 
     def plans(self, **options):
-        shape = len(self.classes[0].rows), self.group, self.kv_heads, self.query.shape[2], self.classes[0].block_size
+        rows, dims, block_size = len(self.classes[0].rows), self.query.shape[2], self.classes[0].block_size
         widths = [each.table.shape[1] for each in self.classes]
-        return plan_classes(*shape, widths, self.query.dtype, DEVICE, **options)
+        shapes = [
+            DecodeShape(rows, self.group * heads, heads, dims, block_size, width, self.query.dtype, DEVICE)
+            for heads, width in zip(self.kv_heads, widths)
+        ]
+        return plan_classes(shapes, **options)
 
     def decode(self, out=None, plans=None, sinks=None, **options):
         output = torch.full_like(self.query, 7.0)
@@ -286,7 +291,8 @@ def test_one_class_may_do_without_mass():
 def test_splits_of_classes_are_of_one_length():
     def splits(rows, kv_heads, tokens):
         blocks = [count // 16 for count in tokens]
-        return [plan.splits for plan in plan_classes(rows, 4, kv_heads, 128, 16, blocks, BF16, "cpu")]
+        shapes = [DecodeShape(rows, 4 * n, n, 128, 16, most, BF16, "cpu") for n, most in zip(kv_heads, blocks)]
+        return [plan.splits for plan in plan_classes(shapes)]
 
     assert splits(1, (4, 4), (131_072, 384)) == [128, 1]  # 1,000 tokens each
     assert splits(1, (4, 4), (131_072, 131_072)) == [66, 66]  # those of 8 heads of one class

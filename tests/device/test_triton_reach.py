@@ -1,17 +1,18 @@
 """The kernels that choose, fetch and name blocks for a layer on a device, against plain torch."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from test_reach_kernel import DIM, HEADS, HOST, KV_HEADS, POOL, made, several_boxes
+from test_reach_kernel import DIM, HEADS, HOST, KV_HEADS, POOL, changed, made, several_boxes, tensors
 from triton_batch import DEVICE, WHERE_KERNELS_RUN, interpreter_gaps  # noqa: F401  (a fixture)
 
 from vllm_evict.compute.kernels.bounds import key_bounds
 from vllm_evict.compute.kernels.codes import pack_keys
 from vllm_evict.compute.kernels.logits import UNKNOWN
 from vllm_evict.compute.kernels.moved import moved_reference
-from vllm_evict.compute.kernels.reach import ReachRows, reach_reference
+from vllm_evict.compute.kernels.reach import OF_ROWS, reach_reference
 from vllm_evict.compute.kernels.signs import key_signs, parts_of
 
 pytestmark = WHERE_KERNELS_RUN
@@ -35,11 +36,15 @@ TILES = [
 ]
 
 
-def on_device(rows, index, numbers, state, host):
+def moved_to(record):
+    """A copy of a record on the device."""
+    return changed(record, lambda tensor: tensor.to(DEVICE, copy=True))
+
+
+def on_device(rows, state, cache, host, table):
     """All of it on the device, but for the host's pages, which are pinned there."""
-    rows = ReachRows(*(each.to(DEVICE) for each in rows[:12]), *rows[12:])
     host = host if DEVICE == "cpu" else host.pin_memory()
-    return rows, index.to(DEVICE), numbers.to(DEVICE), [each.to(DEVICE, copy=True) for each in state], host
+    return moved_to(rows), moved_to(state), cache.to(DEVICE, copy=True), host, table.to(DEVICE, copy=True)
 
 
 @pytest.mark.parametrize("dtype, of_keys, soft_cap, sinks", CASES)
@@ -48,27 +53,27 @@ def test_the_kernels_do_what_plain_torch_does(dtype, of_keys, soft_cap, sinks, m
     from vllm_evict.triton_kernels import reach as module
 
     monkeypatch.setattr(module, "SCRATCH", 4 * HEADS * 40 * 4)
-    known = made(dtype, of_keys)
-    padding = (0, 1, 0, 0, 0, 0, 0, 0, -1, 0, 1)
-    padded = [torch.cat((each, torch.tensor([value]).int())) for each, value in zip(known[0], padding)]
-    rows, index, numbers, state, host = known
-    there = on_device(ReachRows(*padded, *rows[11:]), index, numbers, state, host)
-    own, generator = there[3], torch.Generator().manual_seed(1)
+    rows, *here = made(dtype, of_keys, soft_cap=soft_cap)
+    padding = dict.fromkeys(OF_ROWS, 0) | {"query_counts": 1, "slots": -1, "chooses": 1}
+    padded = {name: torch.cat((getattr(rows, name), torch.tensor([padding[name]]).int())) for name in OF_ROWS}
+    there = on_device(replace(rows, **padded), *here)
+    (state, cache, _, table), (_, own, *pages) = here, there
+    generator = torch.Generator().manual_seed(1)
     for step in range(7):
         query = torch.randn(7, HEADS, DIM, generator=generator).to(dtype)
-        subjects = (partial(reach_reference, tables=False), known), (module.reach, there)
-        for run, (rows, index, numbers, places, host) in subjects:
-            rows.chooses[1:3] = step % 2 == 0
+        subjects = (partial(reach_reference, tables=False), (rows, *here)), (module.reach, there)
+        for run, (which, its, *of_layer) in subjects:
+            which.chooses[1:3] = step % 2 == 0
             if step == 6:  # no row chooses
-                rows.chooses.zero_()
-                rows = rows._replace(most=0)
-            *others, cache, table = places
-            table.zero_()
-            args = rows, query.to(index.device), index, numbers, *others, cache, host, table, 0.125, soft_cap
-            run(*args, None if sinks is None else sinks.to(index.device), step, 2 * (step > 1), step < 4)
-        torch.testing.assert_close(own[3].cpu(), state[3])
-        own[3].copy_(state[3])
-        assert all(torch.equal(one.cpu(), other) for one, other in zip(own, state))
+                which.chooses.zero_()
+                which = replace(which, most=0)
+            of_layer[2].zero_()
+            args = which, replace(its, fetch=2 * (step > 1)), query.to(its.index.device), *of_layer
+            run(*args, None if sinks is None else sinks.to(its.index.device), step, step < 4)
+        torch.testing.assert_close(own.scores.cpu(), state.scores)
+        own.scores.copy_(state.scores)
+        want, got = (*tensors(state), cache, table), (*tensors(own), pages[0], pages[2])
+        assert all(torch.equal(one.cpu(), other) for one, other in zip(got, want))
 
 
 @pytest.mark.parametrize("of_keys, size, dim, dtype, sinks, soft_cap", TILES)
@@ -78,26 +83,23 @@ def test_tiles_score_what_plain_torch_scores(of_keys, size, dim, dtype, sinks, s
 
     monkeypatch.setattr(module, "SCRATCH", 4 * HEADS * 40 * 33 * 3)
     generator, counts = torch.Generator().manual_seed(0), torch.tensor([32, 5, 16, 33, 2], dtype=torch.int32)
-    rows, _, numbers, state, host = made(dtype)
+    rows, state, *of_layer = made(dtype, scale=dim**-0.5, soft_cap=soft_cap)
     starts = (counts.cumsum(0) - counts).int()
-    rows = rows._replace(queries=starts, query_counts=counts, blocks=rows.full + 1, most=33, many=4, few=2)
+    rows = replace(rows, queries=starts, query_counts=counts, blocks=rows.full + 1, most=33, many=4, few=2)
     index = of_keys(torch.randn(POOL + 1 + HOST, KV_HEADS, size, dim, generator=generator).to(dtype))
     query = torch.randn(int(counts.sum()), HEADS + 1, dim, generator=generator).to(dtype)[:, 1:]
     query[7] = 0
     of_queries = torch.randn(len(query), HEADS, generator=generator)
     own = {"none": None, "heads": of_queries[0], "queries": of_queries}[sinks]
-    here = rows, index, numbers, state, host
+    here = rows, replace(state, index=index), *of_layer
     there = on_device(*here)
-    for run, (its, of_blocks, *known, (*places, cache, table), pages) in (
-        (partial(reach_reference, tables=False), here),
-        (module.reach, there),
-    ):
-        args = its, query.to(of_blocks.device), of_blocks, *known, *places, cache, pages, table, dim**-0.5, soft_cap
-        run(*args, None if own is None else own.to(of_blocks.device))
+    for run, (which, its, *pages) in ((partial(reach_reference, tables=False), here), (module.reach, there)):
+        of_queries = None if own is None else own.to(its.index.device)
+        run(which, its, query.to(its.index.device), *pages, of_queries)
     # What a step and a code come to is rounded to bfloat16.
     close = {"rtol": 2e-2, "atol": 1e-5} if of_keys is pack_keys else {}
-    torch.testing.assert_close(there[3][3].cpu(), state[3], **close)
-    assert (state[3] != 0).any(1).sum() == len(counts)
+    torch.testing.assert_close(there[1].scores.cpu(), state.scores, **close)
+    assert (state.scores != 0).any(1).sum() == len(counts)
 
 
 @pytest.mark.parametrize(
@@ -137,15 +139,11 @@ def test_rows_whose_queries_have_moved_choose(dtype, dims):
 
     generator, (rows, *_) = torch.Generator().manual_seed(0), made(dtype)
     slots = torch.tensor([2, -1, 0, 9, 1], dtype=torch.int32)
-    rows = rows._replace(slots=slots, chooses=torch.tensor([0, 0, 1, 1, 0], dtype=torch.int32))
+    rows = replace(rows, slots=slots, chooses=torch.tensor([0, 0, 1, 1, 0], dtype=torch.int32))
     asked = torch.randn(4, HEADS, dims, generator=generator).bfloat16()
     query = torch.randn(7, HEADS + 1, dims, generator=generator).to(dtype)[:, 1:]
     query[int(rows.queries[4])] = asked[1].to(dtype)
-    there = (
-        ReachRows(*(each.to(DEVICE) for each in rows[:12]), *rows[12:]),
-        query.to(DEVICE),
-        asked.to(DEVICE, copy=True),
-    )
+    there = moved_to(rows), query.to(DEVICE), asked.to(DEVICE, copy=True)
     want = moved_reference(rows, query, asked, 0.8)
     assert want.tolist() == [1, 0, 1, 1, 0] and torch.equal(moved(*there, 0.8).cpu(), want)
     assert torch.equal(there[2].cpu(), asked)
@@ -155,21 +153,18 @@ def test_rows_whose_queries_have_moved_choose(dtype, dims):
 def test_a_block_with_a_key_that_is_not_finite_takes_nothing_from_others(of_keys):
     from vllm_evict.triton_kernels.reach import reach
 
-    known = rows, index, numbers, state, _ = made(torch.float32, of_keys)
+    known = rows, state, *_ = made(torch.float32, of_keys)
     odd = torch.randn(2, KV_HEADS, 32, DIM)
     odd[0, 1, 3, 5], odd[1, 0, 9, 7] = torch.nan, torch.inf
     for row in range(len(rows.queries)):  # of each row the third block and the fifth
         for block, of in zip((2, 4), of_keys(odd)):
-            number = int(numbers[rows.slots[row], block])
-            index[rows.pool + number if number >= 0 else rows.written[rows.out_rows[row], block]] = of
+            number = int(state.numbers[rows.slots[row], block])
+            state.index[rows.pool + number if number >= 0 else rows.written[rows.out_rows[row], block]] = of
     there, query = on_device(*known), torch.randn(7, HEADS, DIM)
-    for run, (its, of_blocks, other, (*places, cache, table), pages) in (
-        (partial(reach_reference, tables=False), known),
-        (reach, there),
-    ):
-        run(its, query.to(of_blocks.device), of_blocks, other, *places, cache, pages, table, 0.125)
-    torch.testing.assert_close(there[3][3].cpu(), state[3])
-    assert (state[3] == UNKNOWN).sum() >= 2 * len(rows.queries)
+    for run, (which, its, *pages) in ((partial(reach_reference, tables=False), known), (reach, there)):
+        run(which, its, query.to(its.index.device), *pages)
+    torch.testing.assert_close(there[1].scores.cpu(), state.scores)
+    assert (state.scores == UNKNOWN).sum() >= 2 * len(rows.queries)
 
 
 @pytest.mark.parametrize("shape, transposed", [((2, 16, 40), False), ((3, 48, 20), True), ((16, 24), False)])

@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout  # noqa: E402
 
 from vllm_evict.compute.kernels.decode import decode_mass_reference  # noqa: E402
 from vllm_evict.compute.kernels.mass import pack_keys  # noqa: E402
-from vllm_evict.compute.kernels.paged import PagedAttention  # noqa: E402
+from vllm_evict.compute.kernels.paged import DecodeShape, PagedAttention  # noqa: E402
 from vllm_evict.triton_kernels.decode_mass import decode_mass, plan_decode  # noqa: E402
 
 ON_GPU = torch.cuda.is_available()
@@ -144,7 +144,7 @@ class Batch:
 
     def plan(self, **options):
         shape = len(self.rows), self.heads, self.kv_heads, self.query.shape[2], self.block_size, self.table.shape[1]
-        return plan_decode(*shape, self.query.dtype, DEVICE, **options)
+        return plan_decode(DecodeShape(*shape, self.query.dtype, DEVICE), **options)
 
     def decode(self, rows_of_mass=None, per_token=False, plan=None, **options):
         output = torch.full_like(self.query, 7.0)

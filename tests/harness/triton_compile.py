@@ -23,7 +23,7 @@ from triton.runtime import driver
 
 from vllm_evict.compute.kernels.codes import packed_bytes
 from vllm_evict.compute.kernels.paged import PagedAttention
-from vllm_evict.compute.kernels.reach import ReachRows
+from vllm_evict.compute.kernels.reach import OF_ROWS, ReachRows, ReachState
 from vllm_evict.compute.kernels.view import View
 from vllm_evict.triton_kernels import (
     compact,
@@ -251,7 +251,7 @@ def compile_bookkeeping(capability: int) -> None:
 def compile_reaching(shapes: list[tuple]) -> None:
     """Of some shapes, by each index, of few queries and of tiles. Blocks that are smaller or of other dtypes take no more."""
     lens, wide, counts = ints(ROWS), ints(ROWS, WIDTH), ints(ROWS, 3)
-    rows = ReachRows(*[lens] * 11, wide, 8, 4)
+    rows = ReachRows(*[lens] * len(OF_ROWS), wide, 8, most=4)
     for heads, kv_heads, dim, block_size, dtype, tokens, *_ in shapes:
         words = f"{heads}/{kv_heads} heads of {dim}, blocks of {block_size}", str(dtype).removeprefix("torch.")
         boxes = torch.empty(8, kv_heads, 2 * dim, dtype=dtype)
@@ -262,9 +262,9 @@ def compile_reaching(shapes: list[tuple]) -> None:
         for kind, index in (("boxes", boxes), ("codes", codes), ("signs", signs)):
             Compiled.shape = ", ".join((*words, kind))
             query = torch.empty(tokens, heads, dim, dtype=dtype)
+            state = ReachState(index, wide, held, held, held, scores, counts, 0.1)
             for queries in (4, 32):
-                its = rows._replace(most=queries)
-                reach.reach(its, query, index, wide, held, held, held, scores, counts, page, page, wide, 0.1)
+                reach.reach(replace(rows, most=queries), state, query, page, page, wide)
         moved.moved(rows, query, torch.empty(9, heads, dim, dtype=BF16), 0.8)
         filled, keys = torch.empty(3, dtype=torch.int64), torch.empty(3, kv_heads, block_size, dim, dtype=dtype)
         reach_signs.store_signs(signs, filled, keys)
@@ -272,9 +272,8 @@ def compile_reaching(shapes: list[tuple]) -> None:
     if heads != SHAPES[REACHED[-1]][0]:
         return
     Compiled.shape = "a cap and sinks"
-    places = query, index, wide, held, held, held, scores, counts, page, page, wide
     for leads in (False, True):
-        reach.reach(rows, *places, 0.1, 50.0, torch.empty(heads), leads=leads)
+        reach.reach(rows, replace(state, soft_cap=50.0), query, page, page, wide, torch.empty(heads), leads=leads)
 
 
 def compile_readers(shapes: list[tuple]) -> None:

@@ -10,9 +10,8 @@ from vllm_evict.compute.kernels.reach import ReachRows
 def rows_of(slots, chooses, starts):
     ints = [torch.tensor(each, dtype=torch.int32) for each in (starts, [1] * len(starts), slots, chooses)]
     other = torch.zeros(len(starts), dtype=torch.int32)
-    return ReachRows(
-        ints[0], ints[1], *[other] * 6, ints[2], other, ints[3], torch.zeros(4, 4, dtype=torch.int32), 9, 2
-    )
+    known = *ints[:2], *[other] * 6, ints[2], other, ints[3]
+    return ReachRows(*known, torch.zeros(4, 4, dtype=torch.int32), 9, most=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

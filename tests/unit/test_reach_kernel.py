@@ -1,5 +1,7 @@
 """The kernel that chooses, fetches and names blocks for a layer, against plain torch."""
 
+from dataclasses import fields, replace
+
 import pytest
 import torch
 from test_mass import each_isa
@@ -7,14 +9,33 @@ from test_mass import each_isa
 from vllm_evict.compute.kernels.bounds import key_bounds, key_boxes
 from vllm_evict.compute.kernels.codes import pack_keys, store_codes, unpack_keys
 from vllm_evict.compute.kernels.logits import UNKNOWN
-from vllm_evict.compute.kernels.reach import ReachRows, copy_blocks, copy_reference, reach, reach_reference
+from vllm_evict.compute.kernels.reach import (
+    ReachRows,
+    ReachState,
+    copy_blocks,
+    copy_reference,
+    reach,
+    reach_reference,
+)
 from vllm_evict.compute.kernels.signs import key_signs, sign_scores, signed_keys, store_signs
 
 ROWS, WIDTH, ROOM, SLOTS, HEADS, KV_HEADS, DIM, POOL, HOST = 5, 40, 9, 8, 8, 2, 48, 300, 60
 
 
-def made(dtype, of_keys=key_bounds):
-    """Rows with blocks on the host, in the pool alone, and rooms of several sizes; and the state of a layer."""
+def tensors(record):
+    """The tensors of a record."""
+    return [value for each in fields(record) if isinstance(value := getattr(record, each.name), torch.Tensor)]
+
+
+def changed(record, change):
+    """The record with each tensor changed."""
+    values = {each.name: getattr(record, each.name) for each in fields(record)}
+    return replace(record, **{key: change(its) for key, its in values.items() if isinstance(its, torch.Tensor)})
+
+
+def made(dtype, of_keys=key_bounds, **options):
+    """Rows with blocks on the host, in the pool alone, and rooms of several sizes; the state of a layer, with `options`;
+    its cache, its pages on the host, and its table."""
     generator = torch.Generator().manual_seed(0)
 
     def whole(least, below, *shape):
@@ -40,18 +61,15 @@ def made(dtype, of_keys=key_bounds):
         whole(3, 7, ROWS),
         rooms,
     )
-    rows = ReachRows(*known, slots, out_rows, torch.ones(ROWS, dtype=torch.int32), written, POOL + 1, 3)
+    rows = ReachRows(*known, slots, out_rows, torch.ones(ROWS, dtype=torch.int32), written, POOL + 1, most=3)
     keys = torch.randn(POOL + 1 + HOST, KV_HEADS, 32, DIM, generator=generator).to(dtype)
-    state = [torch.full((SLOTS, ROOM), -1, dtype=torch.int32) for _ in range(3)]
+    held, read, picked = (torch.full((SLOTS, ROOM), -1, dtype=torch.int32) for _ in range(3))
     cache, host = (torch.randn(n, KV_HEADS, 16, 2 * DIM, generator=generator).to(dtype) for n in (POOL + 1, HOST))
     table = torch.zeros(SLOTS, WIDTH, dtype=torch.int32)
-    return (
-        rows,
-        of_keys(keys),
-        numbers,
-        [*state, torch.zeros(SLOTS, WIDTH), torch.zeros(SLOTS, 3, dtype=torch.int32), cache, table],
-        host,
-    )
+    scores, counts = torch.zeros(SLOTS, WIDTH), torch.zeros(SLOTS, 3, dtype=torch.int32)
+    options = {"scale": 0.125, **options}
+    state = ReachState(of_keys(keys), numbers, held, read, picked, scores, counts, **options)
+    return rows, state, cache, host, table
 
 
 def several_boxes(keys):
@@ -69,25 +87,26 @@ def test_the_kernel_does_what_plain_torch_does(isa, dtype, of_keys, soft_cap, si
     In odd steps two rows read what they chose before. From the third step on two blocks may come, and in the last two
     steps rows choose by scores that they have.
     """
-    rows, index, numbers, state, host = made(dtype, of_keys)
-    states = state, [each.clone() for each in state]
-    generator, counts = torch.Generator().manual_seed(1), state[4]
+    rows, state, cache, host, table = made(dtype, of_keys, soft_cap=soft_cap)
+    other = changed(state, torch.clone), cache.clone(), table.clone()
+    generator, counts = torch.Generator().manual_seed(1), state.counts
     for step in range(6):
         query = torch.randn(7, HEADS, DIM, generator=generator).to(dtype)
         rows.chooses[1:3] = step % 2 == 0
-        for how, (*places, cache, table) in zip((reach, reach_reference), states):
-            table.zero_()
-            args = rows, query, index, numbers, *places, cache, host, table, 0.125, soft_cap, sinks, step
-            args = *args, 2 * (step > 1), step < 4
+        for how, (its, pages, out) in zip((reach, reach_reference), ((state, cache, table), other)):
+            out.zero_()
             if step == 2:
-                places[4].zero_()
+                its.counts.zero_()
+            args = rows, replace(its, fetch=2 * (step > 1)), query, pages, host, out, sinks, step, step < 4
             how(*args, isa) if how is reach else how(*args)
         assert step < 2 or counts[:, 0].max() <= 2 * (step - 1)
         # A weight of codes at the seam of two steps may be rounded either way.
         close = {"atol": 1e-3, "rtol": 2e-3} if of_keys is pack_keys else {}
-        torch.testing.assert_close(state[3], states[1][3], **close)
-        states[1][3].copy_(state[3])
-        assert all(torch.equal(one, other) for one, other in zip(*states))
+        torch.testing.assert_close(state.scores, other[0].scores, **close)
+        other[0].scores.copy_(state.scores)
+        assert all(
+            torch.equal(*both) for both in zip((*tensors(state), cache, table), (*tensors(other[0]), *other[1:]))
+        )
     assert counts[:, 1].sum() > 20 and counts[:, 2].any()
 
 
@@ -98,20 +117,21 @@ def test_the_kernel_does_what_plain_torch_does(isa, dtype, of_keys, soft_cap, si
 def test_tiles_score_what_plain_torch_scores(isa, soft_cap, sinks, size, dim):
     """Rows of many queries, of more and less than vectors hold, and one of few beside them."""
     generator, counts = torch.Generator().manual_seed(0), torch.tensor([64, 16, 3, 33, 50], dtype=torch.int32)
-    rows, _, numbers, state, host = made(torch.float32)
-    rows = rows._replace(queries=(counts.cumsum(0) - counts).int(), query_counts=counts, blocks=rows.full + 1, most=64)
+    rows, state, cache, host, table = made(torch.float32, scale=dim**-0.5, soft_cap=soft_cap)
+    starts = (counts.cumsum(0) - counts).int()
+    rows = replace(rows, queries=starts, query_counts=counts, blocks=rows.full + 1, most=64)
     index = key_signs(torch.randn(POOL + 1 + HOST, KV_HEADS, size, dim, generator=generator))
+    state = replace(state, index=index)
     query = torch.randn(int(counts.sum()), HEADS, dim, generator=generator)
     query[7] = 0
     of_queries = torch.randn(len(query), HEADS, generator=generator)
     own = {"none": None, "heads": of_queries[0], "queries": of_queries}[sinks]
-    states = state, [each.clone() for each in state]
-    for how, (*places, cache, table) in zip((reach, reach_reference), states):
-        args = rows, query, index, numbers, *places, cache, host, table, dim**-0.5, soft_cap, own
-        how(*args, isa=isa) if how is reach else how(*args)
+    other = changed(state, torch.clone)
+    reach_reference(rows, other, query, cache.clone(), host, table.clone(), own)
+    reach(rows, state, query, cache, host, table, own, isa=isa)
     # Numbers at the seam of two steps may be rounded either way.
-    torch.testing.assert_close(state[3], states[1][3], atol=1e-4, rtol=2e-3)
-    assert (state[3] != 0).any(1).sum() == ROWS
+    torch.testing.assert_close(state.scores, other.scores, atol=1e-4, rtol=2e-3)
+    assert (state.scores != 0).any(1).sum() == ROWS
 
 
 @each_isa
@@ -131,13 +151,13 @@ def test_tiles_score_what_plain_torch_scores(isa, soft_cap, sinks, size, dim):
     ],
 )
 def test_rows_out_of_range_are_refused_before_anything_is_written(isa, field, value):
-    rows, index, numbers, state, host = made(torch.float32)
-    before = [each.clone() for each in state]
+    rows, state, cache, host, table = made(torch.float32)
+    there = *tensors(state), cache, table
+    before = [each.clone() for each in there]
     getattr(rows, field)[1] = value
     with pytest.raises(ValueError):
-        *places, cache, table = state
-        reach(rows, torch.randn(7, HEADS, DIM), index, numbers, *places, cache, host, table, 0.125, isa=isa)
-    assert all(torch.equal(one, other) for one, other in zip(state, before))
+        reach(rows, state, torch.randn(7, HEADS, DIM), cache, host, table, isa=isa)
+    assert all(torch.equal(one, other) for one, other in zip(there, before))
 
 
 @pytest.mark.parametrize("dims", [32, 40])
@@ -208,30 +228,16 @@ def test_a_block_with_numbers_that_are_not_finite_comes_last(isa, of_keys, soft_
     def scored(how, blocks, keys=keys):
         full, each = len(blocks), lambda value: torch.tensor([value], dtype=torch.int32)
         written = torch.tensor([[*blocks, 0]], dtype=torch.int32)
-        rows = ReachRows(
-            *map(each, (0, queries, full, full + 1, 0, full, 2, 0, 0, 0, 1)), written, len(keys), queries
-        )._replace(rooms=each(2))
-        state = [torch.full((1, 2), -1, dtype=torch.int32) for _ in range(3)]
+        known = map(each, (0, queries, full, full + 1, 0, full, 2, 2, 0, 0, 1))
+        rows = ReachRows(*known, written, len(keys), most=queries)
+        held, read, picked = (torch.full((1, 2), -1, dtype=torch.int32) for _ in range(3))
         scores, counts = torch.zeros(1, full), torch.zeros(1, 3, dtype=torch.int32)
         cache, table = torch.zeros(len(keys), 1, 2), torch.zeros(1, full + 1, dtype=torch.int32)
         numbers = torch.full((1, full), -1, dtype=torch.int32)
-        args = (
-            rows,
-            query,
-            of_keys(keys),
-            numbers,
-            *state,
-            scores,
-            counts,
-            cache,
-            cache[:0],
-            table,
-            0.2,
-            soft_cap,
-            sinks,
-        )
+        state = ReachState(of_keys(keys), numbers, held, read, picked, scores, counts, 0.2, soft_cap)
+        args = rows, state, query, cache, cache[:0], table, sinks
         how(*args, isa=isa) if how is reach else how(*args)
-        return scores[0], state[2][0].tolist()
+        return scores[0], picked[0].tolist()
 
     without, _ = scored(reach, [0, 2, 5])
     for how in (reach, reach_reference):
@@ -250,7 +256,7 @@ def test_threads_share_out_one_row(isa, of_keys):
     index, each = of_keys(keys).repeat(2 * full // 64 + 1, 1, 1), lambda *values: torch.tensor(values).int()
     written = torch.randperm(full + 1, generator=generator).int()[None]
     known = map(each, (0, 2, full, full + 1, 1, full - 1, 90, 90, 0, 0, 1))
-    rows = ReachRows(*known, written, full + 1, 2)
+    rows = ReachRows(*known, written, full + 1, most=2)
     numbers = torch.randperm(full, generator=generator).int()[None]
     numbers[:, ::3] = -1
     cache, host = torch.zeros(full + 1, 1, 2), torch.zeros(full, 1, 2)
@@ -263,17 +269,13 @@ def test_threads_share_out_one_row(isa, of_keys):
                 scores, counts = torch.zeros(1, full), torch.zeros(1, 3, dtype=torch.int32)
                 read, picked = (torch.full((1, 90), -1, dtype=torch.int32) for _ in range(2))
                 table, its = torch.zeros(1, full + 1, dtype=torch.int32), held.clone()
-                state = numbers, its, read, picked, scores, counts, cache, host, table
-                reach(rows, query, index, *state, 0.2, step=1, fetch=fetch, isa=isa)
+                state = ReachState(index, numbers, its, read, picked, scores, counts, 0.2, fetch=fetch)
+                want = changed(state, torch.clone)
+                reach(rows, state, query, cache, host, table, step=1, isa=isa)
                 found.append((scores, its, picked, counts, table))
-                want = [each.clone() for each in (scores, held, picked, counts, table)]
-                want[3].zero_()
-                wanted = torch.full((1, 90), -1, dtype=torch.int32)
-                reach_reference(
-                    rows, query, index, numbers, want[1], torch.full_like(read, -1), wanted, want[0], want[3], cache,
-                    host, want[4], 0.2, step=1, fetch=fetch, leads=False,
-                )  # fmt: skip
-                assert torch.equal(want[1], its) and torch.equal(wanted, picked) and torch.equal(want[3], counts)
+                want.scores.copy_(scores)
+                reach_reference(rows, want, query, cache, host, table.clone(), step=1, leads=False)
+                assert all(torch.equal(*both) for both in zip(tensors(want), tensors(state)))
     finally:
         torch.set_num_threads(threads)
     for one, other in zip(found[:3], found[3:]):

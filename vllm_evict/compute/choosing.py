@@ -7,7 +7,7 @@ Each tensor-parallel rank chooses for its own heads: nothing is lost, so ranks n
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +21,7 @@ from ..core.host_pool import RoomOf
 from .index import BlockIndex
 from .kernels.logits import learned_sinks, logits_of
 from .kernels.moved import moved
-from .kernels.reach import OF_ROWS, SCRATCH, ReachRows, copy_blocks, reach
+from .kernels.reach import OF_ROWS, SCRATCH, ReachRows, ReachState, copy_blocks, reach
 from .needs import MIB, Needs
 from .parts import Capacity
 from .probes import LayerCall
@@ -86,13 +86,15 @@ class Choosing(Source, ABC):
         #: step that chose.
         self._full, self._steps_of, self._chose = np.zeros((3, shape.max_requests), np.int32)
         #: bfloat16 [layers, slots, numbers], the queries by which requests chose last in each layer, if a choice stands
-        #: until queries move (see `kernels.moved`); and which rows chose in the last layer that leads.
+        #: until queries move (see `kernels.moved`); and rows as they chose in the last layer that leads.
         self._asked: torch.Tensor | None = None
         if config.holds_until:
             numbers = shape.queries // (shape.step_tokens * shape.itemsize)
             sizes = shape.layers, shape.max_requests, numbers
             self._asked = torch.zeros(sizes, dtype=torch.bfloat16, device=self._device)
-        self._moved: torch.Tensor | None = None
+        self._moved: ReachRows | None = None
+        #: Place of a layer, and the layer -> what it chooses among.
+        self._states: dict[tuple[int, int], ReachState] = {}
         self._steps = 0
         #: Requests that start with the step, if a connector may have loaded blocks of them.
         self._started: Set[str] = frozenset()
@@ -141,6 +143,7 @@ class Choosing(Source, ABC):
     def allocate(self, capacity: Capacity) -> None:
         """Allocate the index of all blocks of the pool and of the host."""
         self._pool = capacity.blocks
+        self._states.clear()
         self.index.allocate(capacity.blocks, capacity.host_blocks, late=capacity.ahead and not self.writes)
 
     def fits_graph(self, requests: Set[str]) -> bool:
@@ -149,6 +152,7 @@ class Choosing(Source, ABC):
 
     def _new(self, room: RoomOf) -> Chooser:
         if (more := aligned(room.blocks) - self._held.shape[2]) > 0:
+            self._states.clear()
             self._held, self._read, self._picked = (
                 functional.pad(each, (0, more), value=-1) for each in (self._held, self._read, self._picked)
             )
@@ -189,34 +193,32 @@ class Choosing(Source, ABC):
         self, call: LayerCall, rows: ReachRows, table: torch.Tensor, leads: bool, sinks: torch.Tensor | None
     ) -> None:
         """Launch `kernels.reach.reach` for one layer."""
-        place, layer = call.place, call.layer
         if self._asked is not None and rows.most:
             if leads:
                 heads, dims = call.query.shape[1:]
-                asked = self._asked[place, :, : heads * dims].unflatten(1, (heads, dims))
-                self._moved = moved(rows, call.query, asked, self._config.holds_until)
-            if self._moved is not None:
-                rows = rows._replace(chooses=self._moved)
-        reach(
-            rows,
-            call.query,
-            self.index.of_layers[place],
-            self._numbers,
-            self._held[place],
-            self._read[place],
-            self._picked[place],
-            self._scores,
-            self.counts,
-            call.kv_cache,
-            self._host_pages(call),
-            table,
-            layer.impl.scale,
-            logits_of(layer)["soft_cap"],
-            sinks,
-            step=self._steps,
-            fetch=self._config.fetch,
-            leads=leads,
-        )
+                asked = self._asked[call.place, :, : heads * dims].unflatten(1, (heads, dims))
+                self._moved = replace(rows, chooses=moved(rows, call.query, asked, self._config.holds_until))
+            rows = self._moved or rows
+        host = self._host_pages(call)
+        reach(rows, self._state(call), call.query, call.kv_cache, host, table, sinks, self._steps, leads)
+
+    def _state(self, call: LayerCall) -> ReachState:
+        """Return what a layer chooses among."""
+        place, key = call.place, (call.place, id(call.layer))
+        if (state := self._states.get(key)) is None:
+            state = self._states[key] = ReachState(
+                self.index.of_layers[place],
+                self._numbers,
+                self._held[place],
+                self._read[place],
+                self._picked[place],
+                self._scores,
+                self.counts,
+                call.layer.impl.scale,
+                logits_of(call.layer)["soft_cap"],
+                self._config.fetch,
+            )
+        return state
 
     def _sinks(self, call: LayerCall, rows: ReachRows) -> torch.Tensor | None:
         """Return the logits of what queries attend to beside the blocks that are scored, as `reach` has them."""
@@ -224,12 +226,13 @@ class Choosing(Source, ABC):
 
     def warm_up(self, call: LayerCall, table: torch.Tensor) -> None:
         """Launch the kernels of one layer, for a row of padding. See `_variants`."""
-        padding = torch.full((OF_ROWS, ALIGNED), -1, dtype=torch.int32, device=self._device)[:, :1].unbind()
+        padding = np.full(1, -1)
         call = replace(call, kv_cache=self._store.pages()[call.place])
         for most, sinks in self._variants(call):
+            rows = self._rows(dict.fromkeys(OF_ROWS, padding), table, most)
             for leads in {True, self._config.leaders == 1}:
-                self._reach(call, ReachRows._make((*padding, table, self._pool, most, 0, 1)), table, leads, sinks)
-        copy_blocks(self._host_pages(call), call.kv_cache, padding[0], padding[0])
+                self._reach(call, rows, table, leads, sinks)
+        copy_blocks(self._host_pages(call), call.kv_cache, rows.queries, rows.queries)
         null = torch.zeros(2, dtype=torch.int64, device=self._device)  # layers never read the index of this block
         self.index.fill(call, null)
 
@@ -266,14 +269,27 @@ class Choosing(Source, ABC):
         self._steps += 1
         tokens, written = self._blocks(batch, table)
         known, unread = self._choices(batch, rows, tokens)
-        padded = np.zeros((len(known), aligned(len(rows))), np.int32)
-        padded[:, : len(rows)] = known
-        made = to_device(padded, self._device)[:, : len(rows)].unbind()
-        most = int(known[1].max()) if known[-1].any() or self._asked is not None else 0
-        return ReachRows._make((*made, written, self._pool, most, 0, 1)), unread.astype(np.int32)
+        most = int(known["query_counts"].max()) if known["chooses"].any() or self._asked is not None else 0
+        return self._rows(known, written, most), unread.astype(np.int32)
 
-    def _choices(self, batch: StepBatch, rows: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the first fields of `ReachRows` of rows that decode, [fields, R], and tokens that they leave out.
+    def _rows(self, known: Mapping[str, np.ndarray], written: torch.Tensor, most: int) -> ReachRows:
+        """Return rows of numbers on the host, which go to the device by one copy.
+
+        Args:
+            known: int [R] for each of `OF_ROWS`.
+            written, most: see `ReachRows`.
+        """
+        count = len(known["slots"])
+        padded = np.zeros((len(OF_ROWS), aligned(count)), np.int32)
+        for line, name in zip(padded, OF_ROWS):
+            line[:count] = known[name]
+        made = to_device(padded, self._device)[:, :count].unbind()
+        return ReachRows(**dict(zip(OF_ROWS, made)), written=written, pool=self._pool, most=most)
+
+    def _choices(
+        self, batch: StepBatch, rows: np.ndarray, tokens: np.ndarray
+    ) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Return `OF_ROWS` of rows that decode, int [R] each, and tokens that they leave out.
 
         Args:
             batch: of the step.
@@ -292,8 +308,20 @@ class Choosing(Source, ABC):
         self._choosers = [batch.req_ids[row] for row in may_choose.tolist()]
         end = full + 1 - recent
         unread = batch.resident_tokens[rows] - lengths + (end - first - chosen) * size
-        known = batch.starts[rows], counts, full, blocks, first, end, chosen, room, slots, rows, chooses
-        return np.array(known), unread
+        known = {
+            "queries": batch.starts[rows],
+            "query_counts": counts,
+            "full": full,
+            "blocks": blocks,
+            "first": first,
+            "end": end,
+            "chosen": chosen,
+            "rooms": room,
+            "slots": slots,
+            "out_rows": rows,
+            "chooses": chooses,
+        }
+        return known, unread
 
 
 class ChosenInPlace(StepSource):
@@ -333,7 +361,9 @@ class ChosenInPlace(StepSource):
         if call.stored and not again:
             self.fill(call)
         if self._rows is not None and self._choosing.reads(call.place):
-            rows = self._rows._replace(chooses=torch.zeros_like(self._rows.chooses), most=0) if again else self._rows
+            rows = self._rows
+            if again:
+                rows = replace(rows, chooses=torch.zeros_like(rows.chooses), most=0)
             self._choosing.read(call, rows, self._table)
             call.rewritten()
         return super().table(call)

@@ -104,34 +104,49 @@ class Read(Choosing):
             return super().kernel_rows(batch, rows, table)
         order = np.argsort(decodes, kind="stable")  # tiles first: kernels have scratch for their queries alone
         made, unread = super().kernel_rows(batch, rows[order], table)
-        made = made._replace(many=int((~decodes).sum()), few=int(batch.queries[rows[decodes]].max()))
+        made = replace(made, many=int((~decodes).sum()), few=int(batch.queries[rows[decodes]].max()))
         return made, unread[np.argsort(order)]
 
-    def _choices(self, batch: StepBatch, rows: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _choices(
+        self, batch: StepBatch, rows: np.ndarray, tokens: np.ndarray
+    ) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """See `Choosing._choices`. Rows of prompts are tiles."""
         tiles, self._own = ~batch.decodes[rows], None
         if not tiles.any():
             return super()._choices(batch, rows, tokens)
-        known, unread = np.zeros((OF_ROWS, len(rows)), np.int64), np.zeros(len(rows), np.int64)
-        known[:, ~tiles], unread[~tiles] = super()._choices(batch, rows[~tiles], tokens)
-        known[:, tiles], unread[tiles] = self._choices_of_tiles(batch, rows[tiles], tokens)
+        known, unread = {name: np.zeros(len(rows), np.int64) for name in OF_ROWS}, np.zeros(len(rows), np.int64)
+        for some, choices in (~tiles, super()._choices), (tiles, self._choices_of_tiles):
+            its, unread[some] = choices(batch, rows[some], tokens)
+            for name in OF_ROWS:
+                known[name][some] = its[name]
         return known, unread
 
     def _choices_of_tiles(
         self, batch: StepBatch, rows: np.ndarray, tokens: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+    ) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Return what `_choices` does for tiles: each chooses among the blocks before its own, once in each layer."""
         read, sinks, recent = self._config.read_blocks(self.block_size, prompts=True)
         counts, lengths, slots = batch.queries[rows], tokens[rows], self._of_tiles[: len(rows)]
         full, blocks = (lengths - counts) // self.block_size, -(-lengths // self.block_size)
         end = full + 1 - recent
         chosen = read - sinks - (blocks - end)
-        first, chooses = np.full_like(full, sinks), np.ones_like(full)
-        known = batch.starts[rows], counts, full, blocks, first, end, chosen, chosen, slots, rows, chooses
+        known = {
+            "queries": batch.starts[rows],
+            "query_counts": counts,
+            "full": full,
+            "blocks": blocks,
+            "first": np.full_like(full, sinks),
+            "end": end,
+            "chosen": chosen,
+            "rooms": chosen,
+            "slots": np.array(slots),
+            "out_rows": rows,
+            "chooses": np.ones_like(full),
+        }
         if (many := counts >= TILE_QUERIES).any():
             starts = batch.starts[rows[many]]
             self._own = OwnBlocks(rows[many], starts, counts[many], lengths[many], self.block_size, self._device)
-        return np.array(known), (blocks - read) * self.block_size
+        return known, (blocks - read) * self.block_size
 
     def _variants(self, call: LayerCall) -> list[tuple[int, torch.Tensor | None]]:
         own = torch.zeros(call.query.shape[:2], device=self._device)

@@ -62,10 +62,10 @@ def _arguments(model):
     return {"trust_remote_code": True} if model in SEARCHED else seeing if model == "llava" else {}
 
 
-def _reach(rows, query, index, numbers, held, read, picked, scores, counts, cache, *args, **kwargs):
+def _reach(rows, state, query, cache, *args):
     """`kernels.reach`, whose C++ wants pages that are one run of memory each; vLLM's pages for a GPU may be none."""
     function = kernel.reach if cache[0].is_contiguous() else kernel.reach_reference
-    function(rows, query, index, numbers, held, read, picked, scores, counts, cache, *args, **kwargs)
+    function(rows, state, query, cache, *args)
 
 
 class Models:

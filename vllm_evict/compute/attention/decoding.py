@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..kernels import decode_cuda
-from ..kernels.paged import PagedAttention
+from ..kernels.paged import DecodeShape, PagedAttention
 from .ops import Scratch
 
 #: Bytes of the decode kernels' scratch for mass, or more if one request needs more. Enough for 256 requests with 32
@@ -92,8 +92,8 @@ class Decoding:
         mass, per_token, dtype = any(each.mass is not None for each in classes), one.per_token, one.query.dtype
 
         def make(rows: int, take: Callable[..., torch.Tensor]) -> list[Any]:
-            options = {"mass": mass, "per_token": per_token, "take": take}
-            return plan_classes(rows, *shape, widths, dtype, one.query.device, **options)
+            shapes = [DecodeShape.of(each, rows, width) for each, width in zip(classes, widths)]
+            return plan_classes(shapes, mass=mass, per_token=per_token, take=take)
 
         return self._plan(make, one.query.device, rows, *shape, dtype, per_token, mass, *widths)
 
@@ -104,7 +104,7 @@ class Decoding:
         shape = query.shape[1], kv_heads, query.shape[2], block_size, width
 
         def make(rows: int, take: Callable[..., torch.Tensor]) -> Any:
-            return decode_cuda.plan_decode(rows, *shape, query.dtype, query.device, mass=mass, take=take)
+            return decode_cuda.plan_decode(DecodeShape.of(attention, rows, width), mass=mass, take=take)
 
         return self._plan(make, query.device, rows, "cuda", *shape, query.dtype, mass)
 

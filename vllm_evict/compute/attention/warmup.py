@@ -21,7 +21,7 @@ from ...triton_kernels.mass_from_lse import MAX_ROWS
 from ...triton_kernels.tiles import MIN_ROWS
 from ..group import GroupRuntime
 from ..kernels.logits import logits_of
-from ..kernels.paged import PagedAttention
+from ..kernels.paged import DecodeShape, PagedAttention
 from ..probes import LayerCall, MassKind, MassTarget
 from ..runtime import EvictionRuntime
 from .device import keys_and_values, slices_of
@@ -134,23 +134,20 @@ class _Launches:
         keys, values = zip(*(keys_and_values(self.layer, part.kv_cache) for part in self.parts))
         scale, value_scale = scales(self.layer, keys[0])
         table, starts, lens, row = self._batch(1)
+        kv_heads = [its.shape[1] for its in keys]
+        query_heads = [self.group_size * each for each in kv_heads]
+        of_layer = self.dim, self.block_size, 1, self.layer.dtype, self.device
         plans = [
-            plan_decode(
-                *(1, self.group_size * its.shape[1], its.shape[1], self.dim, self.block_size, 1),
-                *(self.layer.dtype, self.device),
-                per_token=way[0].per_token,
-                splits=pieces,
-            )
-            for its, pieces in zip(keys, splits)
+            plan_decode(DecodeShape(1, heads, each, *of_layer), per_token=way[0].per_token, splits=pieces)
+            for heads, each, pieces in zip(query_heads, kv_heads, splits)
         ]
         weights, outs = self._weights(1, way[0]), [self._out(1, mass) for mass in way]
         shared = {"weights": weights, "per_token": way[0].per_token, **logits_of(self.layer)}
-        heads = [self.group_size * its.shape[1] for its in keys]
         for query, output in product(self._tensors(1, True), self._tensors(1)):
-            outputs = output.split(heads, 1)
+            outputs = output.split(query_heads, 1)
             classes = [
                 PagedAttention(its, k, table, starts, lens, scale, v, value_scale, mass=out, **shared)
-                for its, k, v, out in zip(query.split(heads, 1), keys, values, outs)
+                for its, k, v, out in zip(query.split(query_heads, 1), keys, values, outs)
             ]
             if len(classes) == 2:
                 decode_classes(classes, row, outputs, plans=plans)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ...environment import decode_kernel
-from .paged import PagedAttention, require
+from .paged import DecodeShape, PagedAttention, require
 
 logger = logging.getLogger("vllm.evict")
 
@@ -149,14 +149,7 @@ class CudaPlan(NamedTuple):
 
 
 def plan_decode(
-    rows: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    max_blocks: int,
-    dtype: torch.dtype,
-    device: torch.device | str,
+    shape: DecodeShape,
     *,
     mass: bool = True,
     splits: int | None = None,
@@ -164,15 +157,19 @@ def plan_decode(
     bulk: bool | None = None,
     take: Callable[..., torch.Tensor] = torch.empty,
 ) -> CudaPlan:
-    """Make a plan for up to `rows` requests of up to `max_blocks` blocks each.
+    """Make a plan for launches of up to these sizes.
 
     Args:
+        shape: of the launches.
+        mass: whether there is scratch for mass.
         splits: None chooses. The last bits of outputs depend on it, so a fixed number makes them independent of the
             batch.
         depth: None takes the largest with which three programs fit on an SM, or two if there are only two for each SM.
         bulk: None takes bulk copies if the device has them.
         take: allocates scratch, called like `torch.empty`.
     """
+    rows, heads, kv_heads, head_dim = shape.rows, shape.heads, shape.kv_heads, shape.head_dim
+    device, tokens = shape.device, shape.max_blocks * shape.block_size
     on_gpu = torch.device(device).type == "cuda"
     if bulk is None:
         bulk = not on_gpu or torch.cuda.get_device_capability(device) >= BULK_CAPABILITY
@@ -182,16 +179,16 @@ def plan_decode(
         sms, shared = properties.multi_processor_count, properties.shared_memory_per_multiprocessor
     together = 2 if heads // kv_heads > 8 or head_dim > 128 else 3  # programs on an SM, bounded by registers
     if splits is None:
-        splits = splits_for(rows * kv_heads, max_blocks * block_size, together * sms)
+        splits = splits_for(rows * kv_heads, tokens, together * sms)
     if depth is None:
         depth = depth_for(head_dim, 2 if rows * kv_heads * splits <= 2 * sms else together, shared)
 
-    def scratch(*shape: int) -> torch.Tensor:
-        return take(rows, *shape, dtype=torch.float32, device=device)
+    def scratch(*sizes: int) -> torch.Tensor:
+        return take(rows, *sizes, dtype=torch.float32, device=device)
 
-    granules = scratch(kv_heads, max_blocks * block_size // CHUNK, heads // kv_heads) if mass else None
+    granules = scratch(kv_heads, tokens // CHUNK, heads // kv_heads) if mass else None
     partial, stats = scratch(heads, splits, head_dim), scratch(heads, splits, 2)
-    return CudaPlan(splits, max_blocks, partial, stats, granules, depth, bulk)
+    return CudaPlan(splits, shape.max_blocks, partial, stats, granules, depth, bulk)
 
 
 def splits_for(pairs: int, tokens: int, places: int) -> int:
@@ -250,8 +247,7 @@ def decode_mass(
     if not n:
         return
     if plan is None:
-        shape = n, heads, kv_heads, head_dim, block_size, block_table.shape[1]
-        plan = plan_decode(*shape, query.dtype, query.device, mass=mass is not None)
+        plan = plan_decode(DecodeShape.of(attention, n), mass=mass is not None)
     group, has_mass = attention.group, mass is not None
     capacity = plan.max_blocks * block_size // CHUNK if has_mass else 0
     require(

@@ -66,6 +66,35 @@ class PagedAttention:
         return self.query.shape[1] // self.key_cache.shape[1]
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeShape:
+    """Sizes from which the plan of a decode kernel follows, for some heads of a layer.
+
+    Attributes:
+        rows: most requests of a launch.
+        heads, kv_heads, head_dim: of the layer, or of one class of its heads.
+        block_size: tokens.
+        max_blocks: most blocks of a request.
+        dtype, device: of the query.
+    """
+
+    rows: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    max_blocks: int
+    dtype: torch.dtype
+    device: torch.device | str
+
+    @classmethod
+    def of(cls, attention: PagedAttention, rows: int, max_blocks: int | None = None) -> "DecodeShape":
+        """Return the sizes for so many requests of a batch, each as wide as the block table if `max_blocks` is None."""
+        query, (_, kv_heads, block_size, _) = attention.query, attention.key_cache.shape
+        blocks = attention.block_table.shape[1] if max_blocks is None else max_blocks
+        return cls(rows, query.shape[1], kv_heads, query.shape[2], block_size, blocks, query.dtype, query.device)
+
+
 def require(valid: bool, sentence: str | None) -> None:
     """Raise a ValueError with the sentence if an argument of a kernel is not valid."""
     if not valid:

@@ -6,8 +6,11 @@ scores of a layer before it.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Final, NamedTuple
+from itertools import takewhile
+from types import SimpleNamespace
+from typing import Final
 
 import torch
 
@@ -20,14 +23,13 @@ from .signs import TILE_DIMS, TILE_QUERIES, sign_scores, tile_scores
 SCRATCH = 64 << 20
 #: What scores blocks by an index of a dtype; boxes have the dtype of keys.
 SCORES: Final[dict[torch.dtype, Callable[..., torch.Tensor]]] = {torch.uint8: bit_scores, torch.int16: sign_scores}
-#: Fields of `ReachRows` that have a number of each row: the first ones.
-OF_ROWS: Final = 11
 
 
-class ReachRows(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ReachRows:
     """Rows of a step that read blocks of the host, the same for all layers.
 
-    All but `written`, `pool`, `most`, `many` and `few` are int32 [R], contiguous.
+    The fields before `written` are int32 [R], contiguous.
 
     Attributes:
         queries: token of each row's first query.
@@ -37,13 +39,13 @@ class ReachRows(NamedTuple):
         first, end: the blocks between are candidates; the others are always read.
         chosen: candidates that a row reads; no more than its room has.
         rooms: blocks of its room, the first ones from `first` on.
-        slots: row of each request in `numbers`, `held`, `read`, `picked` and `scores`.
+        slots: row of each request in the tensors of `ReachState`.
         out_rows: row of each request in `written` and in the table.
         chooses: whether it chooses; 0: it reads what it has chosen last, and has started no block since.
         written: int32 [R', W], of each logical block its block of the pool.
         pool: place in the index of the first host block.
         most: the largest of `query_counts`, or more; 0: no row chooses.
-        many: rows, the first ones, that have so many; 0: all of them.
+        many: rows, the first ones, that have so many; None: all of them.
         few: the largest of the other rows, or more.
     """
 
@@ -61,28 +63,62 @@ class ReachRows(NamedTuple):
     written: torch.Tensor
     pool: int
     most: int = 1
-    many: int = 0
+    many: int | None = None
     few: int = 1
+
+    def part(self, begin: int, end: int) -> "ReachRows":
+        """Return the rows from `begin` to `end`, of which there may be fewer."""
+        count = len(self.queries)
+        if begin == 0 and end >= count:
+            return self
+        some = {name: getattr(self, name)[begin:end] for name in OF_ROWS}
+        many = None if self.many is None else min(max(self.many - begin, 0), len(some["queries"]))
+        return replace(self, **some, many=many)
+
+
+#: Fields of `ReachRows` that have a number of each row.
+OF_ROWS: Final = tuple(takewhile(lambda name: name != "written", (each.name for each in fields(ReachRows))))
+
+
+@dataclass(frozen=True, slots=True)
+class ReachState:
+    """The blocks that one layer chooses among, and its choices, which stay from step to step.
+
+    Attributes:
+        index: [n, Hkv, X] of `codes.pack_keys`, of `signs.key_signs`, or of `bounds.key_boxes`: of blocks of the pool,
+            and from `ReachRows.pool` on of the host.
+        numbers: int32 [slots, W], the host block of each logical block; -1: it is in the pool alone.
+        held, read: int32 [slots, n], the logical block in each block of the layer's rooms, and the step that read it
+            last; both are updated.
+        picked: int32 [slots, n], the chosen blocks of the pool, the best one first; updated.
+        scores: float32 [slots, W], of full blocks; written if the layer leads, else read.
+        counts: int32 [slots, 3], to which blocks of the host are added: those that came, those that were in the room,
+            and those that `fetch` cut, as others were read in their place.
+        scale, soft_cap: of the layer's attention (see `logits`).
+        fetch: most blocks that come into a row's room; 0: any number.
+    """
+
+    index: torch.Tensor
+    numbers: torch.Tensor
+    held: torch.Tensor
+    read: torch.Tensor
+    picked: torch.Tensor
+    scores: torch.Tensor
+    counts: torch.Tensor
+    scale: float
+    soft_cap: float = 0.0
+    fetch: int = 0
 
 
 def reach(
     rows: ReachRows,
+    state: ReachState,
     query: torch.Tensor,
-    index: torch.Tensor,
-    numbers: torch.Tensor,
-    held: torch.Tensor,
-    read: torch.Tensor,
-    picked: torch.Tensor,
-    scores: torch.Tensor,
-    counts: torch.Tensor,
     cache: torch.Tensor,
     host: torch.Tensor,
     table: torch.Tensor,
-    scale: float,
-    soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     step: int = 0,
-    fetch: int = 0,
     leads: bool = True,
     isa: str | None = None,
 ) -> None:
@@ -90,27 +126,18 @@ def reach(
 
     Of several queries of a row the one counts that may pay a block the most attention. One choice serves all of them.
     A block that is in the room already stays where it is. Others take the places that were read longest ago. If more
-    than `fetch` of them would come, the best blocks that are there already are read in place of the rest; if too few
-    are there, more come.
+    than `state.fetch` of them would come, the best blocks that are there already are read in place of the rest; if too
+    few are there, more come.
 
     Args:
-        rows: see `ReachRows`.
+        rows: of the step.
+        state: of the layer.
         query: [T, H, D].
-        index: [n, Hkv, X] of `codes.pack_keys`, of `signs.key_signs`, or of `bounds.key_boxes`: of blocks of
-            the pool, and from `rows.pool` on of the host.
-        numbers: int32 [slots, W], the host block of each logical block; -1: it is in the pool alone.
-        held, read: int32 [slots, n], the logical block in each block of the layer's rooms, and the step that read it
-            last; both are updated.
-        picked: int32 [slots, n], the chosen blocks of the pool, the best one first; updated.
-        scores: float32 [slots, W], of full blocks; written if the layer `leads`, else read.
-        counts: int32 [slots, 3], to which blocks of the host are added: those that came, those that were in the room,
-            and those that `fetch` cut, as others were read in their place.
         cache, host: [blocks, ...], pages of the layer in the pool and on the host.
         table: int32 [R', W'], block table of the layer; its rows get what is read.
-        scale, soft_cap, sinks: of the layer's attention (see `logits`); sinks are float32 [H], or [T, H]: of each
-            query the logit of all that it attends to beside the blocks that are scored.
+        sinks: float32 [H], or [T, H]: of each query the logit of all that it attends to beside the blocks that are
+            scored (see `logits`).
         step: number of the step, above those before.
-        fetch: most blocks that come into a row's room; 0: any number.
         leads: whether the layer scores blocks itself.
         isa: see `mass.block_mass`.
 
@@ -118,68 +145,51 @@ def reach(
         ValueError: a shape is wrong, or an index out of range.
         TypeError: a dtype is wrong.
     """
-    layer = index, numbers, held, read, picked, scores, counts, cache, host, table, scale, soft_cap, sinks
-    args = rows, query, *layer, step, fetch, leads
     if cache.device.type != "cpu":
         from ...triton_kernels.reach import reach as on_device
 
-        on_device(*args)
+        on_device(rows, state, query, cache, host, table, sinks, step, leads)
     elif _C_cpu is None:
-        reach_reference(*args)
+        reach_reference(rows, state, query, cache, host, table, sinks, step, leads)
     else:
-        _C_cpu.reach(*args, isa)
+        _C_cpu.reach(
+            rows, query, state.index, state.numbers, state.held, state.read, state.picked, state.scores, state.counts,
+            cache, host, table, state.scale, state.soft_cap, sinks, step, state.fetch, leads, isa,
+        )  # fmt: skip
 
 
 def reach_reference(
     rows: ReachRows,
+    state: ReachState,
     query: torch.Tensor,
-    index: torch.Tensor,
-    numbers: torch.Tensor,
-    held: torch.Tensor,
-    read: torch.Tensor,
-    picked: torch.Tensor,
-    scores: torch.Tensor,
-    counts: torch.Tensor,
     cache: torch.Tensor,
     host: torch.Tensor,
     table: torch.Tensor,
-    scale: float,
-    soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     step: int = 0,
-    fetch: int = 0,
     leads: bool = True,
     tables: bool = True,
 ) -> None:
     """`reach` in plain torch, row by row; `tables` says what kernels it stands for (`signs.tile_scores`)."""
+    index, scores, held, read, picked = state.index, state.scores, state.held, state.read, state.picked
     for row in range(len(rows.queries)):
-        token, count, full, blocks, first, end, chosen, room, slot, out_row, chooses = (
-            int(each[row]) for each in rows[:OF_ROWS]
-        )
-        written, on_host = rows.written[out_row], numbers[slot]
-        if chooses:
+        own = SimpleNamespace(**{name: int(getattr(rows, name)[row]) for name in OF_ROWS})
+        slot, first, end = own.slots, own.first, own.end
+        written, on_host = rows.written[own.out_rows], state.numbers[slot]
+        if own.chooses:
             if leads:
-                own = index[torch.where(on_host[:full] >= 0, rows.pool + on_host[:full], written[:full]).long()]
-                queries, score = query[token : token + count], SCORES.get(index.dtype, bound_scores)
-                its = None if sinks is None else sinks.expand(len(query), -1)[token : token + count]
-                if score is sign_scores and count >= TILE_QUERIES and query.shape[2] <= TILE_DIMS:
-                    scores[slot, :full] = tile_scores(queries, own, scale, soft_cap, its, tables)
-                else:
-                    score = partial(score, rounded=tables) if score is bit_scores else score
-                    of_each = [
-                        score(one, own, scale, soft_cap, None if its is None else its[i])
-                        for i, one in enumerate(queries)
-                    ]
-                    scores[slot, :full] = torch.stack(of_each).amax(0)
+                full = own.full
+                its = index[torch.where(on_host[:full] >= 0, rows.pool + on_host[:full], written[:full]).long()]
+                scores[slot, :full] = _row_scores(state, query, its, own.queries, own.query_counts, sinks, tables)
             order = scores[slot, first:end].sort(descending=True, stable=True).indices + first
-            absent = (on_host[order] >= 0) & ~torch.isin(order, held[slot, :room].long())
-            over = absent & (absent.cumsum(0) > fetch) if fetch else torch.zeros_like(absent)
-            best = torch.cat((order[~over], order[over]))[:chosen].tolist()
+            absent = (on_host[order] >= 0) & ~torch.isin(order, held[slot, : own.rooms].long())
+            over = absent & (absent.cumsum(0) > state.fetch) if state.fetch else torch.zeros_like(absent)
+            best = torch.cat((order[~over], order[over]))[: own.chosen].tolist()
             wanted = [block for block in best if on_host[block] >= 0]
-            places = {int(block): place for place, block in enumerate(held[slot, :room]) if block in wanted}
-            cut = sum(block not in best for block in order[:chosen].tolist())
-            counts[slot] += torch.tensor([len(wanted) - len(places), len(places), cut])
-            free = [place for place in range(room) if place not in places.values()]
+            places = {int(block): place for place, block in enumerate(held[slot, : own.rooms]) if block in wanted}
+            cut = sum(block not in best for block in order[: own.chosen].tolist())
+            state.counts[slot] += torch.tensor([len(wanted) - len(places), len(places), cut])
+            free = [place for place in range(own.rooms) if place not in places.values()]
             free.sort(key=lambda place: int(read[slot, place]))
             for block in wanted:
                 if block not in places:
@@ -188,9 +198,30 @@ def reach_reference(
                     held[slot, place] = block
                 read[slot, places[block]] = step
             at = [first + places[block] if block in places else block for block in best]
-            picked[slot, :chosen] = written[at]
-        reads = torch.cat((written[:first], picked[slot, :chosen], written[end:blocks]))
-        table[out_row, : len(reads)] = reads
+            picked[slot, : own.chosen] = written[at]
+        reads = torch.cat((written[:first], picked[slot, : own.chosen], written[end : own.blocks]))
+        table[own.out_rows, : len(reads)] = reads
+
+
+def _row_scores(
+    state: ReachState,
+    query: torch.Tensor,
+    index: torch.Tensor,
+    token: int,
+    count: int,
+    sinks: torch.Tensor | None,
+    tables: bool,
+) -> torch.Tensor:
+    """Return the scores of a row's full blocks, of which `index` has the index, by `count` queries from `token` on."""
+    queries, score = query[token : token + count], SCORES.get(index.dtype, bound_scores)
+    its = None if sinks is None else sinks.expand(len(query), -1)[token : token + count]
+    if score is sign_scores and count >= TILE_QUERIES and query.shape[2] <= TILE_DIMS:
+        return tile_scores(queries, index, state.scale, state.soft_cap, its, tables)
+    score = partial(score, rounded=tables) if score is bit_scores else score
+    of_each = [
+        score(one, index, state.scale, state.soft_cap, None if its is None else its[i]) for i, one in enumerate(queries)
+    ]
+    return torch.stack(of_each).amax(0)
 
 
 def copy_blocks(target: torch.Tensor, source: torch.Tensor, to: torch.Tensor, of: torch.Tensor) -> None:
