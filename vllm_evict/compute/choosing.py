@@ -232,6 +232,7 @@ class Choosing(Source, ABC):
             rows = self._rows(dict.fromkeys(OF_ROWS, padding), table, most)
             for leads in {True, self._config.leaders == 1}:
                 self._reach(call, rows, table, leads, sinks)
+        self._moved = None
         copy_blocks(self._host_pages(call), call.kv_cache, rows.queries, rows.queries)
         null = torch.zeros(2, dtype=torch.int64, device=self._device)  # layers never read the index of this block
         self.index.fill(call, null)
