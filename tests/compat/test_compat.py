@@ -5,6 +5,7 @@ The hooks are run; no engine is started. What the plugin relies on in vLLM is te
 
 import asyncio
 import contextlib
+import copy
 import functools
 import importlib
 import inspect
@@ -12,6 +13,7 @@ import json
 import logging
 import types
 
+import msgspec
 import pytest
 import torch
 from prometheus_client import REGISTRY, Counter, Gauge
@@ -24,14 +26,16 @@ from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReadyResponse, FinishReason
+from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.engine.core_client import MPClient
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_evict import KVPolicyConfig, KVPolicyError
-from vllm_evict.config import REQUEST_FIELDS
+from vllm_evict.config import REQUEST_FIELDS, Beside, Room
 from vllm_evict.core.usage import KVUsage
 from vllm_evict.integration import plugin, seams
 from vllm_evict.integration.engine.carriers import EvictionOutput, EvictionOutputs, EvictionStats
@@ -41,6 +45,7 @@ from vllm_evict.integration.frontend import entrypoints
 from vllm_evict.integration.frontend.usage import watch
 from vllm_evict.integration.start import activation
 from vllm_evict.integration.start.connectors import hands_on
+from vllm_evict.integration.start.room import ROOMS, tell
 from vllm_evict.integration.worker.cpu_worker import CPUEvictionWorker
 
 
@@ -251,51 +256,53 @@ def test_which_servers_hand_blocks_on(configured):
             entrypoints._check_request(config, {"kv_transfer_params": asked}, 100, None)
 
 
-#: Engines, KV groups, tokens of each draft, and the blocks that vLLM's front end knows of -> whether 3,200 tokens fit.
-ROOM = [
-    ((1, 1, 0, 101), True),
-    ((1, 1, 0, 100), False),
-    ((1, 1, 3, 101), False),
-    ((1, 1, 3, 102), True),
-    ((2, 1, 0, 202), True),
-    ((2, 1, 0, 201), False),
-    ((1, 2, 0, 201), True),
-    ((1, 2, 0, 199), False),
-]
+def heard(config, *rooms):
+    """Tell a front end the rooms of its engines by vLLM's own ready responses, each packed as an engine packs it."""
+    client = types.SimpleNamespace(vllm_config=config, _effective_attention_block_sizes=set(), _kv_event_sources={})
+    client.stats_update_address = None
+    for room in rooms:
+        of_engine = copy.deepcopy(config)
+        vars(of_engine).pop(ROOMS, None)
+        of_engine.cache_config.num_gpu_blocks = 1000
+        if room is not None:
+            tell(of_engine, room)
+        scheduler = types.SimpleNamespace(get_kv_event_publisher_config=lambda: None)
+        engine = types.SimpleNamespace(
+            vllm_config=of_engine, frontend_stats_publish_address=None, engine_index=0, scheduler=scheduler
+        )
+        payload = msgspec.msgpack.encode(EngineCoreProc._make_ready_response(engine))
+        assert msgspec.msgpack.decode(payload, type=EngineCoreReadyResponse).num_gpu_blocks == 1000
+        MPClient._apply_ready_response(client, payload)
+    return config
 
 
-@pytest.mark.parametrize("server, fits", ROOM, ids=str)
-def test_room_for_a_request_that_keeps_everything_counts_engines_groups_and_drafts(
-    configured, monkeypatch, server, fits
-):
-    engines, groups, drafts, blocks = server
+@pytest.mark.parametrize("pools, fits", [([100], True), ([99], False), ([200, 100], True), ([100, 200, 99], False)])
+def test_a_request_that_keeps_everything_has_to_fit_into_each_engines_pool(configured, pools, fits):
+    """vLLM may give it to any engine. What an engine holds beside it, the front end hears from the engine."""
     config = configured(kv_policy={"name": "h2o", "budget": 256}, block_size=32)
-    config.model_config.max_model_len, config.cache_config.num_gpu_blocks = 8192, blocks
-    config.parallel_config.data_parallel_size = engines
-    config.speculative_config = types.SimpleNamespace(num_speculative_tokens=drafts) if drafts else None
-    laid = None if groups == 1 else types.SimpleNamespace(groups=("full",) * groups)
-    monkeypatch.setattr("vllm_evict.integration.start.attending.layout", lambda *_: laid)
-    with contextlib.nullcontext() if fits else pytest.raises(VLLMValidationError, match="ask for fewer max_tokens"):
+    config.model_config.max_model_len = 8192
+    heard(config, *(Room(32, pool + 8, 1, 9, others=(Beside(32, most=8),)) for pool in pools))
+    with (
+        contextlib.nullcontext() if fits else pytest.raises(VLLMValidationError, match="8 blocks of windows or states")
+    ):
         entrypoints._check_request(config, {"kv_policy": "full"}, 3000, 200)
 
 
 def test_requests_are_checked_by_the_blocks_of_full_attention(configured):
     """Its blocks may be larger than those of other layers, and vLLM tells the front end the smallest ones."""
-    config = configured(kv_policy={"name": "sink-window", "budget": 160, "buffer": 32}, block_size=32)
-    entrypoints._check_request(config, {"kv_budget": 100}, 2000, 100)
-    config.cache_config.effective_attention_block_size = 64
+    policy = {"name": "sink-window", "budget": 160, "buffer": 32}
+    config = configured(kv_policy=policy, block_size=32)
+    entrypoints._check_request(config, {"kv_budget": 100}, 2000, 100)  # no engine told
+    heard(config, None, Room(64, 1000, 1, 9))
     for asked in ({"kv_budget": 100}, {"kv_sink": 130}):
         with pytest.raises(VLLMValidationError, match="above the server's 192"):
             entrypoints._check_request(config, asked, 2000, 100)
-    config.cache_config.effective_attention_block_size = None  # sizes differ, or vLLM 0.30
-    entrypoints._check_request(config, {"kv_budget": 100}, 2000, 100)
 
 
-@pytest.mark.parametrize("blocks, fits", [(60, False), (66, True)])
+@pytest.mark.parametrize("blocks, fits", [(70, False), (71, True)])
 def test_a_larger_budget_under_pressure_has_to_fit_into_the_pool(configured, blocks, fits):
     policy = {"name": "h2o", "when": "pressure", "budget": 256, "sink": 32, "recent": 64}
-    config = configured(kv_policy=policy, block_size=32, max_num_batched_tokens=256)
-    config.cache_config.num_gpu_blocks, config.cache_config.effective_attention_block_size = blocks, None
+    config = heard(configured(kv_policy=policy, block_size=32), Room(32, blocks, 1, 9, others=(Beside(32, most=7),)))
     with contextlib.nullcontext() if fits else pytest.raises(VLLMValidationError, match="ask for a smaller kv_budget"):
         entrypoints._check_request(config, {"kv_budget": 2000}, 2000, 48)
     entrypoints._check_request(config, {"kv_budget": 512}, 2000, 48)
@@ -343,10 +350,10 @@ def test_beams_get_what_their_search_asks_of_the_policy_and_nothing_else(configu
 def test_a_search_that_keeps_everything_grows_by_its_own_tokens(configured):
     """Chats have no `max_tokens` where they have `max_completion_tokens`."""
     served = configured(kv_policy={"name": "h2o", "budget": 256}, block_size=32)
-    served.cache_config.num_gpu_blocks = 41
+    tell(served, Room(32, 40, 1, 9))
     prompt = {"prompt_token_ids": [1] * 1000}
     assert searched(served, prompt, {"kv_policy": "full"}, 200) == [{"kv_policy": "full"}] * 2
-    with pytest.raises(VLLMValidationError, match="may grow to 1300 tokens, and the cache holds 1280"):
+    with pytest.raises(VLLMValidationError, match="may grow to 1300 tokens; expected at most 1280"):
         searched(served, prompt, {"kv_policy": "full"}, 300)
 
 

@@ -210,7 +210,7 @@ def test_an_invariant_counts_in_its_releases_only():
 def test_the_tables_stay_small():
     """More than this is not read when vLLM changes. What a run tells anyway is no entry."""
     assert (
-        len({place.where for place in replaced()} | CALLED.keys()) <= 153
+        len({place.where for place in replaced()} | CALLED.keys()) <= 155
         and len({each.name for each in INVARIANTS}) <= 34
     )
 

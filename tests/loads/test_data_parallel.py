@@ -34,6 +34,7 @@ SCRIPT = textwrap.dedent(
     from prometheus_client import REGISTRY
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.exceptions import VLLMValidationError
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.worker.gpu_worker import Worker
@@ -69,6 +70,14 @@ SCRIPT = textwrap.dedent(
             await asyncio.sleep(0.1)  # what the step counted comes with its outputs, and is shown after them
             usage = output.kv_usage.as_dict()
             return dict(tokens=list(output.outputs[0].token_ids), usage=usage, counted=evicted(rank) - before)
+
+        whole = SamplingParams(max_tokens=40, extra_args={"kv_policy": "full"})
+        try:
+            llm.generate({"prompt_token_ids": [1] * 1977}, whole, "whole")
+        except VLLMValidationError as error:
+            assert "may grow to 2017 tokens; expected at most 2016" in str(error), error
+        else:
+            raise AssertionError("taken in, where no rank has room for it")
 
         # One rank at a time, while the other has nothing; after a pause, both.
         results = [await ask(0, 0), await ask(1, 1)]

@@ -21,6 +21,7 @@ from oracle.tiny import make_tiny_llama
 from oracle.tokens import replay_tokens
 from parity import TOKEN_TIE, assert_like_oracle, assert_logprobs, oracle_config, steps_of, token_config
 from parts import published
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.core.block_pool import BlockPool
 
 from vllm_evict.config import KVPolicyError
@@ -432,6 +433,14 @@ def test_a_request_longer_than_the_pool_is_served(engine, models, layout):
     assert len(output.outputs[0].token_ids) == 100 and not trace.restarts
     assert most / len(groups) < 1800 // BLOCK and max(held) <= most
     assert output.kv_usage.evicted_blocks == sum(len(blocks) for group in trace.groups for blocks in group.evicted)
+    server.assert_nothing_left()
+    # Beside windows a request that keeps everything gets what they leave, or is told what that is.
+    each = (most - with_windows * OF_A_WINDOW) // (len(groups) - with_windows) * BLOCK
+    fits, above = ({"max_tokens": 8 + more, "extra_args": {"kv_policy": "full"}} for more in (0, 1))
+    with pytest.raises(VLLMValidationError, match=f"grow to {each + 1} tokens; expected at most {each}, .* windows or"):
+        server.generate([random_prompt(each - 8)], **above)
+    (whole,) = server.generate([random_prompt(each - 8)], **fits)
+    assert (whole.kv_usage.policy, whole.kv_usage.evicted_blocks) == ("full", 0)
     server.assert_nothing_left()
 
 

@@ -1,5 +1,6 @@
 """Both sides of P/D on one server: prompts whose blocks go on are whole, and those that arrive are decoded with holes."""
 
+from dataclasses import replace
 from importlib.metadata import version
 
 import pytest
@@ -116,12 +117,12 @@ def test_no_policy_takes_blocks_that_go_on(engines, kind, monkeypatch):
     server, prompt = engines(POLICY, blocks=1024 // 32 + 2 + 1, **options), random_prompt(1023)
     states = [each for each in server.all_managers if each not in server.managers]
     sizes = [each.kv_cache_spec.max_memory_usage_bytes(server.scheduler.vllm_config) for each in states]
-    assert [each.most_blocks(1024) for each in states] == [
+    assert [each.beside.blocks(1024) for each in states] == [
         size // each.kv_cache_spec.page_size_bytes for each, size in zip(states, sizes)
     ]
     (output,) = handed_on(server, [prompt]).values()
     assert output.kv_usage.evicted_blocks == 0 and output.kv_usage.policy == "full"
-    monkeypatch.setattr(server.scheduler.hits, "room_for", lambda *args, **kwargs: 31)
+    monkeypatch.setattr(server.scheduler, "room", replace(server.scheduler.room, pool=33))
     Shelf.prompts = {}
     server.add(prompt, max_tokens=1, extra_args=HANDS_ON)
     (output,) = server.run().values()

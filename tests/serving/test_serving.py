@@ -16,6 +16,7 @@ from vllm.v1.metrics.stats import RequestStateStats
 
 from vllm_evict.config import REQUEST_FIELDS
 from vllm_evict.integration.frontend.entrypoints import _misplaced_in
+from vllm_evict.integration.start.room import ROOMS
 
 BLOCK = 32
 H2O = {"name": "h2o", "budget": 192, "buffer": 64, "sink": 32, "recent": 64}
@@ -249,7 +250,7 @@ def test_a_bounded_request_finds_room_beside_those_of_a_server_that_evicts_nothi
 
 
 @pytest.mark.both_runners
-def test_a_request_may_keep_everything_if_the_pool_has_room_for_it(engine):
+def test_a_request_may_keep_everything_if_the_pool_has_room_for_it(engine, monkeypatch):
     """A server that evicts starts in a pool for less than its longest request, which would wait for ever under `full`."""
     server = engine(H2O, blocks=20, max_model_len=1024, max_num_batched_tokens=128)
     prompt = [random_prompt(400, 1)]
@@ -257,13 +258,12 @@ def test_a_request_may_keep_everything_if_the_pool_has_room_for_it(engine):
     (bounded,) = server.generate(prompt, max_tokens=40)
     assert (whole.kv_usage.policy, whole.kv_usage.evicted_blocks) == ("full", 0) and bounded.kv_usage.evicted_blocks > 0
     with pytest.raises(
-        VLLMValidationError, match="may grow to 700 tokens, and the cache holds 608: ask for fewer max_"
+        VLLMValidationError, match="may grow to 700 tokens; expected at most 608, which the cache holds; ask for f"
     ):
         server.add(random_prompt(600, 2), max_tokens=100, extra_args={"kv_policy": "full"})
     # What the front end did not see does not stop the engine.
-    server.llm.llm_engine.vllm_config.cache_config.num_gpu_blocks, blocks = 0, 20
+    monkeypatch.setattr(server.llm.llm_engine.vllm_config, ROOMS, ())
     unseen = server.add(random_prompt(600, 2), max_tokens=100, extra_args={"kv_policy": "full"})
-    server.llm.llm_engine.vllm_config.cache_config.num_gpu_blocks = blocks
     output = server.run()[unseen]
     assert output.kv_usage.policy == "h2o" and len(output.outputs[0].token_ids) == 100
     server.assert_nothing_left()

@@ -4,6 +4,7 @@ import difflib
 import itertools
 import math
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from configuration import H2O, WHOLE, asked, parse, refusal, request_refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_evict.config import MOST_COMPARED, REGISTRY, REQUEST_FIELDS, KVPolicyError, Limits
+from vllm_evict.config import MOST_COMPARED, REGISTRY, REQUEST_FIELDS, Beside, KVPolicyError, Limits, Room
 from vllm_evict.policies import POLICIES
 
 
@@ -177,18 +178,45 @@ def test_a_policy_that_is_not_enabled_is_refused_with_those_that_are():
         assert "'full' is not enabled here" in request_refusal(server, {"kv_policy": "full"})
 
 
+POOL = Room(block_size=32, pool=100, groups=1, in_flight=9)
+
+
 def test_a_request_that_keeps_everything_has_to_fit_into_the_pool():
     """The pool of a server that evicts is not planned for it: it would wait for ever."""
     for server in (parse(H2O), parse("h2o-pressure")):
         full = server.for_request({"kv_policy": "full"}, 2000, 32)
-        server.check_room(full, 2000, 3200, 8192, 32, 100, 9)
+        server.check_room(full, 2000, 3200, 8192, POOL)
         with pytest.raises(
-            KVPolicyError, match="may grow to 3201 tokens, and the cache holds 3200: ask for fewer max_"
+            KVPolicyError, match="grow to 3201 tokens; expected at most 3200, .* holds; ask for fewer m"
         ):
-            server.check_room(full, 2000, 3201, 8192, 32, 100, 9)
-        server.check_room(server.for_request({"kv_policy": "tova"}, 2000, 32), 2000, 8192, 8192, 32, 100, 9)
+            server.check_room(full, 2000, 3201, 8192, POOL)
+        with pytest.raises(KVPolicyError, match="^do_remote got a request that .* or leave do_remote out$"):
+            server.check_room(full, 2000, 3201, 8192, POOL, "do_remote")
+        server.check_room(server.for_request({"kv_policy": "tova"}, 2000, 32), 2000, 8192, 8192, POOL)
     for server in (parse("full"), parse({**H2O, "prompt": "whole"})):
-        server.check_room(server.for_request({"kv_policy": "full"}, 2000, 32), 2000, 8192, 8192, 32, 100, 9)
+        server.check_room(server.for_request({"kv_policy": "full"}, 2000, 32), 2000, 8192, 8192, POOL)
+
+
+#: KV groups of a pool of 100 blocks, and tokens of drafts -> the longest request that keeps everything.
+BESIDE = [
+    ((1, 0, []), 3200),
+    ((2, 0, []), 1600),
+    ((1, 6, []), 3194),
+    ((1, 0, [Beside(32, most=20)]), 2560),
+    ((2, 0, [Beside(32, most=20), Beside(16, 1, 10, copied=1)]), 1120),
+    ((1, 0, [Beside(64, 2)]), 2080),  # states of all blocks: 65 and 33 + 2
+]
+
+
+@pytest.mark.parametrize("server, longest", BESIDE, ids=str)
+def test_windows_states_and_drafts_take_room_from_a_request_that_keeps_everything(server, longest):
+    groups, ahead, others = server
+    room, config = Room(32, 100, groups, 9, ahead, tuple(others)), parse(H2O)
+    full = config.for_request({"kv_policy": "full"}, 1000, 32)
+    config.check_room(full, 1000, longest, 8192, room)
+    with pytest.raises(KVPolicyError, match="windows or states" if others else "holds; ask"):
+        config.check_room(full, 1000, longest + 1, 8192, room)
+    assert room.left(3200, hit=True) == room.left(3200) - sum(other.copied for other in others)
 
 
 PRESSED = {"name": "h2o", "when": "pressure", "budget": 512, "sink": 32, "recent": 64}
@@ -208,12 +236,16 @@ def test_what_it_keeps_has_to_fit_into_the_pool_beside_what_is_in_flight():
     retrieval = {"name": "duo", "pattern": ["10", "01"], "retrieval": PRESSED}
     for server in (parse(PRESSED), parse({**PRESSED, "name": "adakv", "bands": 2}), parse(retrieval)):
         config = server.for_request({"kv_budget": 2900}, 3000, 32)
-        server.check_room(config, 3000, 8000, 8192, 32, 100, 9)
-        with pytest.raises(KVPolicyError, match="keeps 2912 tokens, beside 320 in flight, .* holds 3200: ask for a sm"):
-            server.check_room(config, 3000, 8000, 8192, 32, 100, 10)
-        server.check_room(config, 3000, 3200, 8192, 32, 100, 10)  # it never grows to that
+        server.check_room(config, 3000, 8000, 8192, POOL)
+        crowded, refused = (
+            replace(POOL, in_flight=10),
+            "keeps 2912 tokens, beside 320 in flight; .* most 3200, .* smaller",
+        )
+        with pytest.raises(KVPolicyError, match=refused):
+            server.check_room(config, 3000, 8000, 8192, crowded)
+        server.check_room(config, 3000, 3200, 8192, crowded)  # it never grows to that
         for safe in ({"kv_budget": 512}, {}):  # the server's start-up has seen to these
-            server.check_room(server.for_request(safe, 3000, 32), 3000, 8000, 8192, 32, 20, 10)
+            server.check_room(server.for_request(safe, 3000, 32), 3000, 8000, 8192, replace(crowded, pool=20))
 
 
 @pytest.mark.parametrize("server", [{**H2O, "prompt": "whole"}, {"name": "tova", "prompt": "whole"}, "full"])

@@ -7,6 +7,7 @@
     request    arguments of one request          sources    names, presets, JSON and files
     gates      files of gates of heads           retired    fields of earlier releases
     features   what does not go together         errors     refusals
+    room       room of a pool for one request
 
 `vllm_evict.policies` builds on this package and fills the registry.
 """
@@ -18,12 +19,13 @@ from .groups import DEFAULT_BANDS, RETRIEVAL, STREAMING
 from .options import TOO_MANY
 from .registry import REGISTRY
 from .request import BEAM, MOST_COMPARED, REQUEST_FIELDS, REQUEST_SIZES, TURN_FIELDS, given
+from .room import Beside, Room
 from .schema import KVPolicyConfig
 from .sizes import NEVER, Limits
 from .sources import policy_named, presets
 
 __all__ = [
     "BEAM", "DEFAULT_BANDS", "MOST_COMPARED", "NEVER", "REDUCTION_NAMES", "REGISTRY", "REQUEST_FIELDS",
-    "REQUEST_SIZES", "RETRIEVAL", "STREAMING", "TOO_MANY", "TURN_FIELDS", "HeadGates", "HeadPattern", "HeadsError",
-    "KVPolicyConfig", "KVPolicyError", "Limits", "given", "policy_named", "presets",
+    "REQUEST_SIZES", "RETRIEVAL", "STREAMING", "TOO_MANY", "TURN_FIELDS", "Beside", "HeadGates", "HeadPattern",
+    "HeadsError", "KVPolicyConfig", "KVPolicyError", "Limits", "Room", "given", "policy_named", "presets",
 ]  # fmt: skip

@@ -14,6 +14,7 @@ from .frozen import C, Frozen
 from .options import TOO_MANY, names_of
 from .registry import REGISTRY, Declaration
 from .retired import OLD_NAMES, RETIRED
+from .room import Room
 from .sizes import Limits, share_of
 from .sources import policy_named
 
@@ -123,14 +124,7 @@ class Requests(Frozen):
         return fields
 
     def check_room(
-        self: C,
-        granted: C,
-        prompt_len: int,
-        longest: int,
-        max_model_len: int,
-        block_size: int,
-        blocks: int,
-        in_flight: int,
+        self: C, granted: C, prompt_len: int, longest: int, max_model_len: int, room: Room, keeps: str = ""
     ) -> None:
         """Refuse a request that keeps more than the pool was planned for, if the pool may be too small for it.
 
@@ -140,33 +134,36 @@ class Requests(Frozen):
         Args:
             granted: the request's configuration.
             prompt_len: tokens.
-            longest: tokens that the request may grow to, drafts included.
+            longest: tokens that the request may grow to.
             max_model_len: tokens.
-            block_size: tokens.
-            blocks: of the pool, in each KV group.
-            in_flight: blocks that steps in flight add to a request.
+            room: of the pool.
+            keeps: field of the request by which it keeps everything, whatever its policy; "" if there is none.
 
         Raises:
             KVPolicyError: naming both sizes.
         """
+        block_size, longest = room.block_size, room.slots(longest, max_model_len)
         if self.bound(block_size, max_model_len) is None:
             return
+        left, what = room.left(longest), f"{keeps or f'kv_policy {granted.name!r}'} got a request that"
+        blocks = left // room.groups
+        holds = f"expected at most {blocks * block_size}, which the cache holds"
+        if room.others:
+            holds += f" beside its {room.pool - left} blocks of windows or states"
         for head_class, part in self.classes.items():
             limits = granted.of_class(head_class).limits(block_size, prompt_len)
             planned = part.bound(block_size, max_model_len)
             if part.when != "pressure" or limits is None or planned is None or limits.bound <= planned:
                 continue
-            if min(limits.bound + in_flight, math.ceil(longest / block_size)) > blocks:
+            if min(limits.bound + room.in_flight, math.ceil(longest / block_size)) > blocks:
                 raise KVPolicyError(
-                    f"kv_policy {granted.name!r}: the request keeps {limits.bound * block_size} tokens, beside "
-                    f"{in_flight * block_size} in flight, and the cache holds {blocks * block_size}: ask for a smaller "
-                    "kv_budget"
+                    f"{what} keeps {limits.bound * block_size} tokens, beside {room.in_flight * block_size} in flight; "
+                    f"{holds}; ask for a smaller kv_budget"
                 )
         if granted.limits(block_size, longest) is None and longest > blocks * block_size:
             raise KVPolicyError(
-                f"kv_policy {granted.name!r}: the request may grow to {longest} tokens, and the cache holds "
-                f"{blocks * block_size}: ask for fewer max_tokens (a session may grow to --max-model-len), or for a "
-                "policy that evicts"
+                f"{what} may grow to {longest} tokens; {holds}; ask for fewer max_tokens (a session may grow to "
+                f"--max-model-len), or {f'leave {keeps} out' if keeps else 'for a policy that evicts'}"
             )
 
     def _with_retrieval(self: C, sizes: Mapping[str, int | float], prompt_len: int, block_size: int) -> C:

@@ -2,10 +2,10 @@
 
 from . import seams
 from .frontend import entrypoints, metrics, usage
-from .start import arguments, ending, fallback, reloads
+from .start import arguments, ending, fallback, reloads, room
 
 #: Modules whose seams are applied in every process. Without a policy they change nothing that vLLM does.
-IN_EVERY_PROCESS = (arguments, fallback, reloads, ending, usage, metrics, entrypoints)
+IN_EVERY_PROCESS = (arguments, fallback, reloads, ending, room, usage, metrics, entrypoints)
 _registered = False
 
 

@@ -33,6 +33,7 @@ HOMES = (
     "integration.start.fallback",
     "integration.start.reloads",
     "integration.start.ending",
+    "integration.start.room",
     # The same, in front ends: requests that ask for what they may not have; usage and counts that users get.
     "integration.frontend.usage",
     "integration.frontend.metrics",

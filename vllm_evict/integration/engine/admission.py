@@ -71,17 +71,8 @@ class Admission:
             config = KVPolicyConfig(name="full")
             if not handed_on:
                 config = scheduler.kv_policy.for_request(asked, request.num_prompt_tokens, block_size)
-            longest = self._hits.longest_table(request)
-            room = self._hits.room_for(longest) // len(self._managers)
-            scheduler.kv_policy.check_room(
-                config,
-                request.num_prompt_tokens,
-                longest,
-                scheduler.max_model_len,
-                block_size,
-                room,
-                self._managers[0].in_flight,
-            )
+            longest, most = self._hits.longest(request), scheduler.max_model_len
+            scheduler.kv_policy.check_room(config, request.num_prompt_tokens, longest, most, scheduler.room)
             return config
         except KVPolicyError as error:
             if handed_on:

@@ -31,7 +31,6 @@ from ..start.capabilities.refuse import measures_mass
 from . import said
 from .answers import AuditedAnswer, Loss, Losses, served_tokens, unfit
 from .hits import Hit
-from .managers import most_beside
 from .reconstruction import Reconstructions
 from .shadows import Shadow, ShadowRequests
 from .view import EngineView
@@ -296,7 +295,7 @@ class Audits(Mechanism):
     def _needed(self, answer: AuditedAnswer) -> int:
         """Return the blocks that the shadow of an answer takes at most."""
         tokens, (manager,) = len(answer.token_ids), self._scheduler.kv_managers
-        return math.ceil(tokens / manager.block_size) + most_beside(self._scheduler.other_managers, tokens, hit=True)
+        return math.ceil(tokens / manager.block_size) + self._scheduler.room.beside(tokens, hit=True)
 
     def _add(self, answer: AuditedAnswer, needed: int) -> None:
         # The answer's last token predicts nothing that was served.

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from vllm.v1.request import Request
 
-from .managers import most_beside
 from .view import EngineView
 
 
@@ -37,7 +36,7 @@ class Hits:
 
     def __init__(self, scheduler: EngineView) -> None:
         self._scheduler, self._cache = scheduler, scheduler.kv_cache_manager
-        self._managers, self._others = scheduler.kv_managers, scheduler.other_managers
+        self._managers, self.room = scheduler.kv_managers, scheduler.room
 
     def cut(self, request: Request, hit: Hit) -> Hit:
         """Return the hit of a request, cut so that the pool can hold it beside the first chunk."""
@@ -47,7 +46,7 @@ class Hits:
         # A request that starts with pure tokens is a shadow: it has to compute the tokens after these.
         if not blocks.started and blocks.pure_tokens is not None:
             most, limited = blocks.pure_tokens, True
-        alone = len(self._managers) + len(self._others) == 1
+        alone = len(self._managers) + len(self.room.others) == 1
         if alone and hit.tokens > most and limited:
             return hit._replace(blocks=self._cache.truncate_computed_blocks(hit.blocks, most), tokens=most)
         return hit if alone or not hit.tokens else self._jointly(request, hit, most, limited)
@@ -78,7 +77,7 @@ class Hits:
     def _longest_hit(self, request: Request) -> int:
         """Return the tokens of a cached prefix that an otherwise empty pool can hold beside the other blocks."""
         longest, block_size = self.longest_table(request), self._managers[0].block_size
-        pool, whole = self.room_for(longest, hit=True), math.ceil(longest / block_size)
+        pool, whole = self.room.left(longest, hit=True), math.ceil(longest / block_size)
         groups = list(zip(self._managers, self._scheduler.blocks_of(request.request_id)))
 
         def most_held(hit: int) -> int:
@@ -86,23 +85,11 @@ class Hits:
 
         return max(bisect.bisect_right(range(whole + 1), pool, key=most_held) - 1, 0) * block_size
 
-    def room_for(self, longest: int, hit: bool = False) -> int:
-        """Return the blocks of an otherwise empty pool for the groups with holes of a request of so many tokens.
-
-        Args:
-            longest: tokens.
-            hit: whether the request starts from a cached prefix.
-        """
-        # One block is vLLM's null block.
-        return int(self._cache.block_pool.num_gpu_blocks - 1 - most_beside(self._others, longest, hit))
-
     def longest_table(self, request: Request) -> int:
         """Return the tokens for which a request may have slots at most."""
-        scheduler = self._scheduler
-        longest = scheduler.max_model_len if request.resumable else self.longest(request)
-        # Drafts may go beyond max_tokens, and a drafter with layers beyond drafts.
-        return int(min(longest + scheduler.num_spec_tokens + scheduler.num_lookahead_tokens, scheduler.max_model_len))
+        return self.room.slots(self.longest(request), self._scheduler.max_model_len)
 
     def longest(self, request: Request) -> int:
-        """Return the tokens that a request may grow to."""
-        return int(min(request.num_prompt_tokens + request.max_tokens, self._scheduler.max_model_len))
+        """Return the tokens that a request may grow to; a session grows by turns."""
+        most = self._scheduler.max_model_len
+        return int(most if request.resumable else min(request.num_prompt_tokens + request.max_tokens, most))

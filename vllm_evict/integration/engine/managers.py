@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from vllm.v1.core.single_type_kv_cache_manager import (
 )
 from vllm.v1.request import Request
 
+from ...config import Beside
 from ...core.blocks import RequestBlocks
 from ..start import versions
 
@@ -37,8 +38,6 @@ def hole_aware(manager: Any) -> Any:
         residents: dict[str, RequestBlocks]
         #: Whether the group publishes whole blocks alone: no states, and no block that a prompt's end fills in part.
         whole_blocks = False
-        #: Blocks that a request which starts from a prefix holds on top.
-        copied = 0
 
         def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
             # Blocks computed after the first eviction, or by a decode that reads less, saw a reduced context, so they
@@ -71,18 +70,12 @@ class StateManager(hole_aware(MambaManager)):  # type: ignore[misc]  # a class m
     """vLLM's manager for states (Mamba, linear attention, short convolutions), beside layers that may have holes."""
 
     @property
-    def copied(self) -> int:
-        """Blocks that a request holds beside `most_blocks` if it starts from a prefix: a copy of the state there."""
-        return int(self.mamba_cache_mode == "align")
-
-    def most_blocks(self, tokens: int) -> int:
-        """Return the most blocks that a request of this length holds, in flight included, if it starts from nothing:
-        those of which vLLM sizes its pool.
-        """
-        spec, blocks = self.kv_cache_spec, math.ceil(tokens / self.block_size) + self.num_speculative_blocks
+    def beside(self) -> Beside:
+        """Return what a request holds: without a prefix those blocks of which vLLM sizes its pool."""
         if self.mamba_cache_mode != "align":
-            return blocks
-        return min(blocks, 2 + self.num_speculative_blocks + spec.num_prefill_checkpoint_blocks)
+            return Beside(self.block_size, self.num_speculative_blocks)
+        most = 2 + self.num_speculative_blocks + self.kv_cache_spec.num_prefill_checkpoint_blocks
+        return Beside(self.block_size, self.num_speculative_blocks, most, copied=1)
 
     def publish_end(self, request: Request) -> None:
         """Publish the state after the last pure token, where it is the state of a whole block.
@@ -108,9 +101,10 @@ class StateManager(hole_aware(MambaManager)):  # type: ignore[misc]  # a class m
 class SlidingManager(hole_aware(SlidingWindowManager)):  # type: ignore[misc]  # a class made at import
     """vLLM's manager for sliding windows, beside layers that may have holes."""
 
-    def most_blocks(self, tokens: int) -> int:
-        """Return the most blocks that a request of this length holds, in flight included."""
-        return min(math.ceil(tokens / self.block_size), versions.most_in_window(self))
+    @property
+    def beside(self) -> Beside:
+        """Return what a request holds."""
+        return Beside(self.block_size, most=versions.most_in_window(self))
 
     def publish_end(self, request: Request) -> None:
         """Publish the blocks that a hit needs at the last pure block of a request: later blocks are never published.
@@ -130,9 +124,10 @@ class SlidingManager(hole_aware(SlidingWindowManager)):  # type: ignore[misc]  #
 class ChunkManager(hole_aware(ChunkedLocalAttentionManager)):  # type: ignore[misc]  # a class made at import
     """vLLM's manager for chunks of local attention, beside layers that may have holes. It publishes all pure blocks."""
 
-    def most_blocks(self, tokens: int) -> int:
-        """Return the most blocks that a request of this length holds, in flight included."""
-        return min(math.ceil(tokens / self.block_size), versions.most_in_window(self))
+    @property
+    def beside(self) -> Beside:
+        """Return what a request holds."""
+        return Beside(self.block_size, most=versions.most_in_window(self))
 
 
 #: vLLM's managers of KV groups without holes -> the plugin's.
@@ -141,17 +136,6 @@ BESIDE: dict[type, type] = {
     ChunkedLocalAttentionManager: ChunkManager,
     MambaManager: StateManager,
 }
-
-
-def most_beside(managers: Iterable[Any], tokens: int, hit: bool) -> int:
-    """Return the most blocks that a request holds in KV groups without holes.
-
-    Args:
-        managers: of these groups.
-        tokens: of the request.
-        hit: whether it starts from a cached prefix.
-    """
-    return sum(each.most_blocks(tokens) + hit * each.copied for each in managers)
 
 
 def put_beside(manager: SingleTypeKVCacheManager, residents: dict[str, RequestBlocks]) -> None:
@@ -186,18 +170,15 @@ class EvictableManager(FullAttentionManager):
         #: See `GroupPlan.changes`, of the next plan.
         self.changes: dict[str, dict[int, int]] = {}
 
-    def bind(
-        self, number: int, max_in_flight_tokens: int, room: int, give_back: Callable[[list[KVCacheBlock]], None]
-    ) -> None:
+    def bind(self, number: int, max_in_flight_tokens: int, give_back: Callable[[list[KVCacheBlock]], None]) -> None:
         """Set values that the scheduler knows and vLLM does not pass to managers.
 
         Args:
             number: of the group, in plans and reports.
             max_in_flight_tokens: most tokens of a request in flight, those of drafts included.
-            room: blocks of an otherwise empty pool for one request.
             give_back: frees blocks that a request lost, the last one first.
         """
-        self.number, self.max_in_flight_tokens, self.room = number, max_in_flight_tokens, room
+        self.number, self.max_in_flight_tokens = number, max_in_flight_tokens
         self._give_back = give_back
         self.whole_blocks = self.block_size == self.block_pool.hash_block_size
 

@@ -27,7 +27,7 @@ from ..start.attending import kv_heads
 from .allocation import take_from_host
 from .hits import Hit
 from .host_events import HostEvents
-from .managers import FROM_HOST, most_beside
+from .managers import FROM_HOST
 from .outdated import Outdated
 from .spec import alike_bytes, covers, host_blocks
 from .view import EngineView
@@ -234,7 +234,7 @@ class Reaching(Staging):
             return limits.trigger
         # Blocks that other requests hold are shared.
         needed = sum(block is None or block.ref_cnt == 0 for block, _ in found)
-        beside = most_beside(self._scheduler.other_managers, request.num_tokens, hit=True)
+        beside = self._scheduler.room.beside(request.num_tokens, hit=True)
         fits = needed + self._manager.in_flight + beside <= self.view.free_blocks
         return len(found) if fits else limits.budget
 

@@ -18,13 +18,14 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from ...config import KVPolicyError
+from ...config import KVPolicyError, Room
 from ...core.actions import Action, Applied
 from ...core.blocks import RequestBlocks
 from ...core.mechanisms import Step
 from ...core.mechanisms.base import M, Mechanisms, settled
 from ...core.plan import PLAN, EvictionPlan, Scoring
 from ..start.drafters import lookahead
+from ..start.room import tell
 from ..start.versions import any_waits
 from .admission import Admission
 from .allocation import count_published, limit_tokens, note_published
@@ -98,11 +99,20 @@ class EvictionMixin(Base):
         in_flight = self.max_in_flight_tokens + lookahead(self.vllm_config)
         for manager in others:
             put_beside(manager, evictable[0].residents)
-        # One block is vLLM's null block.
-        room = self.kv_cache_manager.block_pool.num_gpu_blocks - 1
-        room -= sum(manager.most_blocks(self.max_model_len) for manager in others)
         for number, manager in enumerate(evictable):
-            manager.bind(number, in_flight, room // len(evictable), self._give_back)
+            manager.bind(number, in_flight, self._give_back)
+        self.room = Room(
+            evictable[0].block_size,
+            self.kv_cache_manager.block_pool.num_gpu_blocks - 1,  # one is vLLM's null block
+            len(evictable),
+            evictable[0].in_flight,
+            # Drafts may go beyond max_tokens, and a drafter with layers beyond drafts.
+            self.num_spec_tokens + self.num_lookahead_tokens,
+            tuple(manager.beside for manager in others),
+        )
+        tell(self.vllm_config, self.room)
+        for manager in evictable:
+            manager.room = self.room.left(self.max_model_len) // len(evictable)
         return evictable, others
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:

@@ -9,6 +9,7 @@ from vllm.v1.core.sched.request_queue import RequestQueue, SchedulingPolicy
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
+from ...config import Room
 from ...core.actions import Action
 from ...core.blocks import RequestBlocks
 from ...core.mechanisms.base import SchedulerView
@@ -24,6 +25,7 @@ class EngineView(SchedulerView, Protocol):
         kv_managers: managers of the KV groups that may have holes, in the order of `Group.number`.
         other_managers: those of sliding windows, of chunks and of states.
         tally: counts for /metrics.
+        room: of the pool.
         hits, admission: `Hits` and `Admission`.
         seats: counts the slots of workers that requests hold.
         residents: request -> its blocks in the first KV group that may have holes.
@@ -33,6 +35,7 @@ class EngineView(SchedulerView, Protocol):
     kv_managers: list[EvictableManager]
     other_managers: list[SlidingManager | ChunkManager | StateManager]
     tally: Tally
+    room: Room
     hits: Any
     admission: Any
     seats: Seats

@@ -3,7 +3,6 @@
 import functools
 import itertools
 import logging
-import math
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,6 +14,7 @@ from ...config import BEAM, REQUEST_FIELDS, TURN_FIELDS, KVPolicyConfig, KVPolic
 from ...config.errors import shown
 from ..seams import extends, replaces
 from ..start.connectors import asks_to_hand_on, hands_on, prefills_alone
+from ..start.room import told
 from .metrics import server_policy
 from .usage import take_more, watch
 
@@ -51,20 +51,13 @@ def _check_request(vllm_config: Any, extra_args: Any, prompt_len: int, max_token
         raise VLLMValidationError(f"vllm_xargs must be an object, not {shown(extra_args)}", parameter="vllm_xargs")
     transfer = extra_args.get("kv_transfer_params")
     _check_transfer(vllm_config, transfer)
-    cache, most, block_size = vllm_config.cache_config, vllm_config.model_config.max_model_len, _block_size(vllm_config)
+    most, keeps = vllm_config.model_config.max_model_len, "do_remote_decode" if hands_on(vllm_config, transfer) else ""
     try:
-        granted = config.for_request(extra_args, prompt_len, block_size)
-        if prefills_alone(vllm_config):
-            return config
-        if hands_on(vllm_config, transfer):
-            granted = KVPolicyConfig(name="full")
-        # Blocks are counted for requests that keep more than the pool was planned for: heads have to be laid out.
-        if cache.num_gpu_blocks and (granted.limits(block_size, prompt_len) is None or config.presses):
-            # Drafts may go beyond max_tokens, and a drafter with layers beyond drafts.
-            drafts = vllm_config.speculative_config and vllm_config.speculative_config.num_speculative_tokens
-            longest = min(prompt_len + (max_tokens or most) + 2 * (drafts or 0), most)
-            blocks, ahead = _blocks(vllm_config, config), config.presses and _in_flight(vllm_config, block_size)
-            config.check_room(granted, prompt_len, longest, most, block_size, blocks, ahead)
+        config.for_request(extra_args, prompt_len, _block_size(vllm_config))
+        for room in told(vllm_config):
+            granted = config.for_request(extra_args, prompt_len, room.block_size)
+            granted = KVPolicyConfig(name="full") if keeps else granted
+            config.check_room(granted, prompt_len, min(prompt_len + (max_tokens or most), most), most, room, keeps)
     except KVPolicyError as error:
         raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
     return config
@@ -92,34 +85,9 @@ def _check_transfer(vllm_config: Any, params: Any) -> None:
 
 
 def _block_size(vllm_config: Any) -> int:
-    """Return the tokens of a block of full attention, as the engine has them, which layers may have changed.
-
-    Since vLLM 0.31 the engine tells it. `block_size` is the smallest one of all KV groups.
-    """
-    cache = vllm_config.cache_config
-    return int(getattr(cache, "effective_attention_block_size", None) or cache.block_size)
-
-
-def _blocks(vllm_config: Any, config: KVPolicyConfig) -> int:
-    """Return the blocks that a request may hold at most in each KV group with holes.
-
-    The engine takes off what groups of windows or states hold, and checks once more.
-    """
-    from ..start.attending import layout
-
-    parallel = vllm_config.parallel_config
-    alone = getattr(parallel, "local_engines_only", False)
-    engines = parallel.data_parallel_size_local if alone else parallel.data_parallel_size
-    laid = layout(vllm_config, config)
-    # vLLM adds up the pools of its engines. One block of each is its null block.
-    return (vllm_config.cache_config.num_gpu_blocks // max(engines, 1) - 1) // (1 if laid is None else len(laid.groups))
-
-
-def _in_flight(vllm_config: Any, block_size: int) -> int:
-    """Return the most blocks that steps in flight add to a request, as `EvictableManager.in_flight`."""
-    from ..start.drafters import lookahead
-
-    return math.ceil((vllm_config.max_in_flight_tokens + lookahead(vllm_config)) / block_size) + 1
+    """Return the tokens of a block in the KV groups that may have holes; where no engine told, of vLLM's smallest."""
+    rooms = told(vllm_config)
+    return rooms[0].block_size if rooms else int(vllm_config.cache_config.block_size)
 
 
 def _tokens_of(prompt: Any) -> int | None:
