@@ -196,9 +196,7 @@ def _cause(said: str) -> str:
 
 def environment() -> dict[str, str]:
     """Return what the answers depend on beside the list: versions of packages here."""
-    from vllm_evict import __version__
-
-    found = {"python": platform.python_version(), "vllm-evict": __version__}
+    found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
             found[name] = version(name)
@@ -268,10 +266,10 @@ def table(results: dict[str, Any]) -> str:
         for name in names:
             alike.setdefault(tuple(found[server, device, name] for device in devices), []).append(f"`{name}`")
         for counted, its in sorted(alike.items(), reverse=True):
-            if any(each.starts for each in counted):
-                lines.append(f"| {WORDS[server]} | {', '.join(its)} | {' | '.join(map(str, counted))} |")
+            if server == "single" and not any(each.starts for each in counted):
+                nowhere += its
             else:
-                nowhere += its if server == "single" else []
+                lines.append(f"| {WORDS[server]} | {', '.join(its)} | {' | '.join(map(str, counted))} |")
     if nowhere:
         lines += ["", "Policies that start on none of these GPUs:", ""]
         at = {name: index for index, name in enumerate(results["policies"]["single"])}
@@ -283,17 +281,22 @@ def table(results: dict[str, Any]) -> str:
 
 
 def about(results: dict[str, Any]) -> str:
-    """Return what the counts depend on, and of which commands nothing is known."""
-    of = results["environment"]
+    """Return what the counts depend on, and what is unknown of commands as recommended, and with blocks on the host."""
+    of = {name: version for name, version in results["environment"].items() if name != "vllm-evict"}
     here = ", ".join(f"{name} {version}" for name, version in of.items() if version != "missing")
     missing = ", ".join(name for name, version in of.items() if version == "missing")
     unknown: dict[str, set[str]] = {}
     for row in results["rows"]:
         for said in (results["answers"][number] for number in row["said"]):
-            if said.startswith(UNKNOWN):
+            if said.startswith(UNKNOWN) and row["server"] in ("single", "simple", "lmcache"):
                 unknown.setdefault(said.removeprefix(UNKNOWN), set()).add(row["recipe"])
-    lines = [f"The book is {results['book']['commit']}. Environment: {here}; without {missing or 'nothing'}."]
-    lines += [f"Unknown there: {', '.join(sorted(recipes))}: {cause}." for cause, recipes in unknown.items()]
+    lines = [
+        f"The book is {results['book']['commit']}; counted at commit {results['commit']}. Environment: {here}; without "
+        f"{missing or 'nothing'}."
+    ]
+    for cause, recipes in unknown.items():
+        whose = ", ".join(sorted(recipes)) if len(recipes) < 10 else f"{len(recipes)} recipes"
+        lines.append(f"Unknown there: {whose}: {cause}.")
     return "\n".join(lines)
 
 

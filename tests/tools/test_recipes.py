@@ -1,9 +1,13 @@
 """`benchmarks/recipes.py`: the commands of a recipe book, and the count of those that start."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import yaml
+
+ROOT = Path(__file__).parents[2]
 
 PROFILES = {"hardware_profiles": {"b200": dict(brand="NVIDIA", generation="blackwell", gpu_count=8, vram_gb=1440)}}
 
@@ -78,7 +82,11 @@ def test_commands_and_counts(book, recipes, tmp_path, monkeypatch, capsys):
         "- `tova`: unknown: no file",
         "- `adakv`: why",
     ]
-    assert lines[6].startswith("The book is COMMIT. Environment: python 3.") and "vllm 0." in lines[6]
+    assert (
+        lines[6].startswith("The book is COMMIT; counted at commit ")
+        and "Environment: python 3." in lines[6]
+        and "vllm 0." in lines[6]
+    )
     assert lines[7:] == ["Unknown there: Qwen/Qwen3-32B, Qwen/Qwen3-8B: no file."]
     recipes.main(["--table", "--out", str(out)])
     assert capsys.readouterr().out == said
@@ -126,3 +134,26 @@ def test_drafters_have_stand_ins(book, recipes, tmp_path):
     drafts = json.loads(flags[-1])
     assert config["architectures"] == ["Qwen3ForCausalLM"] and drafts["num_speculative_tokens"] == 3
     assert json.loads((tmp_path / drafts["model"] / "config.json").read_text())["num_hidden_layers"] == 1
+
+
+def test_figures_of_documents_are_those_of_the_results(book, recipes):
+    """The results count all commands of the list, and README has the figure of the policy that it leads with."""
+    results, listed = json.loads(recipes.OUT.read_text()), json.loads(book.LIST.read_text())
+    assert results["book"]["commit"] == listed["commit"]
+    devices = {row["device"] for row in results["rows"]}
+    for server in book.SERVERS:
+        for device in devices:
+            its = [row["recipe"] for row in results["rows"] if (row["server"], row["device"]) == (server, device)]
+            assert sorted(its) == sorted(command.recipe for command in book.known(server, device)) != []
+    counts, names = recipes.counts(results), results["policies"]["single"]
+    assert "h200" in devices and recipes.policies() == names
+    page, readme = (ROOT / "docs/models.md").read_text(), " ".join((ROOT / "README.md").read_text().split())
+    assert f"<!-- python benchmarks/recipes.py --table -->\n{recipes.table(results)}\n<!-- end -->\n" in page
+    figure = counts["single", "h200", "h2o-pressure"]
+    assert (
+        f"{figure} language models of [vLLM's recipes]" in readme and " start on an H200 under `h2o-pressure`" in readme
+    )
+    nowhere = {name for name in names if not any(counts["single", device, name].starts for device in devices)}
+    first, _, second = (ROOT / "docs/policies.md").read_text().partition("The same on CPUs alone")
+    alone = set(re.findall(r"^\| `([^`]+)`", second.split("\n\n")[1], re.MULTILINE))
+    assert nowhere and nowhere <= alone and not alone & set(re.findall(r"^\| `([^`]+)`", first, re.MULTILINE))
