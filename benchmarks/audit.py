@@ -115,7 +115,7 @@ def child(spec: dict) -> dict:
 
 def cost(spec: dict) -> dict:
     """CPU seconds of one load, to the last token and to the last audit; latencies; what was audited."""
-    from vllm_evict.integration.engine.audits import Audits
+    from vllm_evict.features.audit.engine import Audits
 
     options, seed = argparse.Namespace(**spec["load"]), spec["round"]
     _, batch = load.needles(options, seed)
@@ -143,7 +143,7 @@ def cost(spec: dict) -> dict:
 
 
 def share(part: float, whole: float) -> str:
-    from vllm_evict.core.audit import wilson
+    from vllm_evict.tools.eval.stats import wilson
 
     low, high = wilson(part, int(whole))
     return f"{part / whole:.2f} ({low:.2f}-{high:.2f})"

@@ -22,8 +22,8 @@ from rich.table import Table
 from tqdm import tqdm
 
 from vllm_evict.config import HeadGates, HeadPattern
-from vllm_evict.core.audit import wilson
 from vllm_evict.tools.eval.prompts import Prompts
+from vllm_evict.tools.eval.stats import wilson
 from vllm_evict.tools.eval.tasks import make
 from vllm_evict.tools.eval.words import Filler
 from vllm_evict.tools.heads import dense

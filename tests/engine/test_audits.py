@@ -15,17 +15,16 @@ from vllm.sampling_params import BeamSearchParams, RepetitionDetectionParams, St
 from vllm.v1.core.sched.interface import PauseState
 
 from vllm_evict.compute.attention.cpu import CPUOps
-from vllm_evict.compute.mass import BlockMass
 from vllm_evict.compute.sums import RunningSums
-from vllm_evict.core.audit import CLEARLY
-from vllm_evict.integration.engine import audits
-from vllm_evict.integration.engine.answers import served_tokens
-from vllm_evict.integration.engine.audits import Audits
+from vllm_evict.features.audit import engine as audits
+from vllm_evict.features.audit.answers import served_tokens
+from vllm_evict.features.audit.engine import Audits
+from vllm_evict.features.audit.verdicts import CLEARLY
+from vllm_evict.features.audit.worker import AnswerMass, Scorer
 from vllm_evict.integration.engine.pressure import PoolRelief
 from vllm_evict.integration.engine.shadows import ShadowRequests
 from vllm_evict.integration.start import ending
 from vllm_evict.integration.start.capabilities import refuse
-from vllm_evict.integration.worker.scored import Scorer
 
 #: A tenth of the longest prompts.
 H2O = {"name": "h2o", "budget": 96, "buffer": 32, "sink": 32, "recent": 32, "audit": 1.0}
@@ -191,7 +190,7 @@ def test_what_cannot_be_measured_is_left_out(engine, audited, monkeypatch):
             patched.setattr(module, "measures_mass", lambda vllm_config: False)
         unread = engine(KEYS)
     assert "without missed mass" in unread.scheduler.part(Audits).described
-    assert part_of(unread.runtime, BlockMass) is None
+    assert part_of(unread.runtime, AnswerMass) is None
     unread.generate(prompts(2), max_tokens=TOKENS)
     settle(unread)
     late = engine(KEYS)

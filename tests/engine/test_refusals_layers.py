@@ -165,7 +165,7 @@ def test_key_layouts_that_the_score_pass_cannot_read_are_refused(monkeypatch):
     cpu_layer.sliding_window = None
     found = {"layer.2": cpu_layer}
     monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: found)
-    group = SimpleNamespace(decodes=None, block_size=32, source=Source(), leave_out=lambda kind: None)
+    group = SimpleNamespace(decodes=None, block_size=32, source=Source(), leave_out=lambda: None)
     runtime, given = EvictionRuntime([group], ops_for("CPU_ATTN"), names=[["layer.2"]]), kv_cache_of_one_group()
     with pytest.raises(KVPolicyError, match=r"layer.2 packs its keys for 'neon'.*vec.*sink-window"):
         layers.settle(SERVER, KVPolicyConfig.parse(H2O), runtime, given)
@@ -211,7 +211,7 @@ def test_caches_that_a_device_cannot_read_are_refused(monkeypatch, name):
     found = SimpleNamespace(attn_backend=backend, dtype=torch.bfloat16, _q_scale=one, _k_scale=one, _v_scale=one)
     found.sliding_window, found.head_size, found.head_size_v = None, 64, 64
     monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: {"layer.2": found})
-    group = SimpleNamespace(decodes=None, block_size=32, source=Source(), leave_out=lambda kind: None)
+    group = SimpleNamespace(decodes=None, block_size=32, source=Source(), leave_out=lambda: None)
     runtime, given = EvictionRuntime([group], ops_for(name), names=[["layer.2"]]), kv_cache_of_one_group()
 
     def settle(policy, dtype=torch.bfloat16, named="auto", **changed):

@@ -484,14 +484,14 @@ MUTANTS = [
     ),
     Mutant(
         "an audit publishes",
-        "integration/engine/audits.py",
+        "features/audit/engine.py",
         "pure_tokens = hit.tokens",
         "pure_tokens = None",
         ("audits -k notices",),
     ),
     Mutant(
         "the row after the token",
-        "integration/engine/audits.py",
+        "features/audit/engine.py",
         "answer.token_ids[first + 1 : end + 1]",
         "answer.token_ids[first:end]",
         ("audits -k full_gave",),
@@ -505,7 +505,7 @@ MUTANTS = [
     ),
     Mutant(
         "queries of the prompt count in missed mass",
-        "integration/engine/audits.py",
+        "features/audit/engine.py",
         "start=shadow.answer.first, summed=True",
         "start=0, summed=True",
         ("audits -k oracle",),

@@ -10,8 +10,8 @@ from loads.models import Models
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from vllm_evict.compute.group import GroupRuntime
-from vllm_evict.integration.engine import audits
-from vllm_evict.integration.engine.audits import Audits
+from vllm_evict.features.audit import engine as audits
+from vllm_evict.features.audit.engine import Audits
 from vllm_evict.integration.engine.managers import ChangingManager
 
 pytestmark = pytest.mark.minutes

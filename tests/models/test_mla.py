@@ -15,7 +15,7 @@ from vllm.triton_utils import HAS_TRITON
 from vllm_evict.compute import sums
 from vllm_evict.compute.attention.latent_device import DeviceLatentOps
 from vllm_evict.config import KVPolicyError
-from vllm_evict.integration.engine.audits import Audits
+from vllm_evict.features.audit.engine import Audits
 
 BLOCK = 16
 SIZES = {"budget": 96, "sink": 16, "recent": 16, "buffer": 16}

@@ -19,7 +19,7 @@ import pytest
 from ports import reserve_port
 
 from vllm_evict.core.mechanisms import Pressure
-from vllm_evict.integration.engine.audits import Audits
+from vllm_evict.features.audit.engine import Audits
 from vllm_evict.integration.engine.reaching import Reaching
 
 pytestmark = pytest.mark.minutes

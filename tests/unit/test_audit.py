@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_evict.core.audit import CLEARLY, Verdict, kept_label, missed_mass, wilson
-from vllm_evict.core.evidence import Promise
 from vllm_evict.core.plan import Report
+from vllm_evict.features.audit import said
+from vllm_evict.features.audit.answers import Loss, Losses
+from vllm_evict.features.audit.engine import _penalises
+from vllm_evict.features.audit.evidence import Promise
 from vllm_evict.features.audit.plan import Truncation
-from vllm_evict.integration.engine import said
-from vllm_evict.integration.engine.answers import Loss, Losses
-from vllm_evict.integration.engine.audits import _penalises
-from vllm_evict.integration.worker.scored import AT_ONCE, Scorer, score
+from vllm_evict.features.audit.verdicts import CLEARLY, Verdict, kept_label, missed_mass
+from vllm_evict.features.audit.worker import AT_ONCE, Scorer, score
+from vllm_evict.tools.eval.stats import wilson
 
 
 def rows(*gaps, entropy=1.0):

@@ -24,7 +24,7 @@ PARTS = {
     "full": ({"name": "full", "allow": []}, "Source", "", ""),
     "sink-window": ({"name": "sink-window", "budget": 64, "allow": []}, "Source", "", ""),
     "h2o": ({"name": "h2o", **SMALL}, "Source", "BlockMass", ""),
-    "audits": ({"name": "keydiff", **SMALL, "audit": 0.5}, "Source", "BlockMass CachedStatistics", ""),
+    "audits": ({"name": "keydiff", **SMALL, "audit": 0.5}, "Source", "AnswerMass CachedStatistics", ""),
     "audits by token": (
         {"name": "h2o", **SMALL, "granularity": "token", "audit": 0.5},
         "Source",

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from vllm_evict.core.evidence import CHANCE, Promise, Watched, evidence_above, evidence_below, interval
+from vllm_evict.features.audit.evidence import CHANCE, Promise, Watched, evidence_above, evidence_below, interval
 
 
 @pytest.mark.parametrize("target, servers", [(0.95, 100), (0.98, 60)])

@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "features.plan": {"config", "core"},
     "features.start": {"config"},
     "features.engine": {"config", "policies", "core", "features.plan", "integration.start", "integration.engine"},
-    "features.worker": {"config", "policies", "core", "features.plan", "compute", "integration.worker"},
+    "features.worker": {"config", "policies", "core", "features.plan", "compute"},
     "compute": {"config", "policies", "core", "features.plan", "triton_kernels"},
     "triton_kernels": {"compute"},
     "integration": {"config", "policies", "core", "compute"},
@@ -30,19 +30,28 @@ MAY_IMPORT = {
         *("config", "policies", "core", "features.plan", "compute", "integration.start", "integration.engine")
     },
     "integration.frontend": {"config", "core", "integration.start", "integration.engine"},
-    "tools": {"config", "policies", "core", "compute", "integration", "integration.start", "integration.engine"},
+    "tools": {
+        "config",
+        "policies",
+        "core",
+        "features.engine",
+        "compute",
+        "integration",
+        "integration.start",
+        "integration.engine",
+    },
 }
 BESIDE = {"": "config", "__init__": "integration", "cli": "tools", "plugin": "integration", "__main__": "tools"}
 #: What all of `integration` declares its replacements by.
 BESIDE["integration.seams"] = "integration.start"
 #: File of a feature -> its room, if that is not named as the file.
-OF_FEATURES = {"positions": "worker"}
+OF_FEATURES = {"positions": "worker", **dict.fromkeys(("answers", "evidence", "said", "verdicts"), "engine")}
 #: Modules with a list of what features have; each may import the files of this room.
 LISTS = {
     "integration.engine.mechanisms": "features.engine",
     "integration.start.of_features": "features.start",
     "compute.compose": "features.worker",
-    "integration.worker.worker": "features.worker",
+    "integration.worker.step_parts": "features.worker",
 }
 #: Who may import vLLM, and torch.
 KNOW_VLLM = {"integration", "tools", "features.start", "features.engine", "features.worker"}
@@ -124,7 +133,7 @@ def test_rooms_import_only_what_they_may(room):
 
 
 #: Feature in a folder of its own -> fields of policies that nobody else reads.
-FIELDS = {"context": {"context"}}
+FIELDS = {"context": {"context"}, "audit": {"audit", "tuned"}}
 #: Who may read any field, and name what is told to go with what: configuration, and what was tried on which servers.
 READ_ALL = ("config/", "integration/start/capabilities/", "tools/")
 

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from ..config import KVPolicyConfig
+from ..features.audit.worker import AnswerMass
 from ..features.context.worker import Originals
 from ..policies import CACHED, QUERIED, RUNNING
 from .cached import CachedStatistics
@@ -60,9 +61,7 @@ def compose(config: KVPolicyConfig, shape: Shape, store: Store, holes: Holes) ->
         tests_in_graphs = "pivots" in config.policy.measures and shape.graph_queries == 1
         probes.append(BlockMass(sums, tests, tests_in_graphs, in_graphs=not by_token))
     if config.audit and not by_token:
-        # Shadows of answers, one at a time.
-        answers = RunningSums(1, shape.kv_heads, shape.layers, shape.max_blocks, size, "sum", "sum", device)
-        probes.append(BlockMass(answers, tests=False, tests_in_graphs=False, in_graphs=False, summed=True))
+        probes.append(AnswerMass(shape))
     if config.statistics & RUNNING and by_token:
         tokens = TokenSums(shape.max_requests, shape.kv_heads, shape.layers, size, shape.max_blocks, device)
         probes.append(TokenMass(tokens, shape.max_requests * shape.held_blocks))

@@ -91,10 +91,10 @@ class GroupRuntime:
         """Return the resident tokens of the batch's requests, int32 [R], from their lengths with holes."""
         return self.holes.resident_tokens(self.batch.req_ids, seq_lens)
 
-    def leave_out(self, kind: type[Part]) -> None:
-        """Take away the parts of a class, which never had a request."""
-        self.probes = [probe for probe in self.probes if type(probe) is not kind]
-        self.parts = [part for part in self.parts if type(part) is not kind]
+    def leave_out(self) -> None:
+        """Take away optional parts, which never had a request."""
+        self.probes = [probe for probe in self.probes if not probe.optional]
+        self.parts = [part for part in self.parts if not part.optional]
 
     def reserve(self, in_graphs: bool = True) -> None:
         """Allocate the memory of views and of graphs that measure, once."""

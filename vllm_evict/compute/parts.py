@@ -38,9 +38,11 @@ class Part:
 
     Attributes:
         host_use: words of the log about `host_bytes`, with {} for their number.
+        optional: whether a server does without the part where its kernels cannot read the cache.
     """
 
     host_use = ""
+    optional = False
 
     @property
     def kept_bytes(self) -> int:

@@ -186,6 +186,15 @@ class KVPolicyConfig(Sizes, Groups, Requests):
         return any(REGISTRY[name].reconstructs for name in self.allowed)
 
     @property
+    def runs_shadows(self) -> bool:
+        """Whether requests of the plugin's own may run inside the engine: repetitions of prompts, audits of answers."""
+        return self.reconstructs or self.audit > 0
+
+    def without_mass(self) -> "KVPolicyConfig":
+        """Return the policy where no kernel measures attention: answers are scored, and their attention is not."""
+        return self.replace(audit=0.0, target=None)
+
+    @property
     def moves_content(self) -> bool:
         """Whether decisions have workers move tokens or rotate keys, which they do of requests in the batch only."""
         return self.granularity == "token" or self.context is not None

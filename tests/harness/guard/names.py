@@ -75,7 +75,7 @@ REPLACED = {
         "integration.worker.reorder:guard_reload.checked": "reload_weights",
         "integration.worker.runners:profiling": "profile_run",
         "integration.worker.runners:_install_v1": "_update_states",
-        "integration.worker.scored:Scorer._install_v1": "_get_prompt_logprobs_dict",
+        "features.audit.worker:Scorer._install_v1": "_get_prompt_logprobs_dict",
         "integration.worker.graphs:install_v1": "_warmup_and_capture",
     },
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner": {
@@ -85,7 +85,7 @@ REPLACED = {
         "integration.worker.graphs:install_v2": "gather_batch_req_state initialize_kv_cache",
     },
     "vllm.v1.worker.gpu.sample.prompt_logprob:PromptLogprobsWorker": {
-        "integration.worker.scored:Scorer._install_v2": "compute_prompt_logprobs",
+        "features.audit.worker:Scorer._install_v2": "compute_prompt_logprobs",
     },
     "vllm.v1.worker.gpu.model_states.default:DefaultModelState": {
         "integration.worker.graphs:install_v2": "prepare_attn"

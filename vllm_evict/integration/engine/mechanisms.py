@@ -1,9 +1,9 @@
 """All mechanisms that a scheduler may need."""
 
 from ...core.mechanisms import Budget, Mechanism, Profiles, SharedBudget, WholePrompts
+from ...features.audit.engine import Audits
 from ...features.context.engine import Context
 from .allocation import Reads
-from .audits import Audits
 from .outdated import Outdated
 from .poison import Poison
 from .pressure import PoolRelief

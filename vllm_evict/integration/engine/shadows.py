@@ -84,7 +84,7 @@ class ShadowRequests(Mechanism):
 
     @classmethod
     def serves(cls, config: KVPolicyConfig) -> bool:
-        return config.reconstructs or config.audit > 0
+        return config.runs_shadows
 
     def before_schedule(self) -> None:
         """Move the shadow behind all running requests: vLLM serves the last one last and preempts it first."""

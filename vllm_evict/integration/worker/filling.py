@@ -1,9 +1,9 @@
 """Test mode: fills blocks of the pool as a plan says (`engine.poison`)."""
 
+from ...compute.step_parts import StepPart
 from ...core.plan import EvictionPlan
 from ..engine.poison import Fills
 from . import runners
-from .step_parts import StepPart
 
 
 class Filling(StepPart):

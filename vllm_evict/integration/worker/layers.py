@@ -23,7 +23,6 @@ from ...compute.attention.ops import BackendOps
 from ...compute.graphs import Attends
 from ...compute.group import GroupRuntime
 from ...compute.kernel_blocks import whole_blocks
-from ...compute.mass import BlockMass
 from ...compute.runtime import EvictionRuntime
 from ...compute.shape import Shape
 from ...compute.store import Store
@@ -122,7 +121,7 @@ def install(
         of_layers.check_alike(layers, [sum(place.heads for place in places) for places in placed.places[0]])
         return _split(vllm_config, config, layers, placed, ops, attended)
     if not refuse.measures_mass(vllm_config):
-        config = config.replace(audit=0.0, target=None)  # answers are scored without it
+        config = config.without_mass()
     measures_in_graphs, in_graphs = _scratch(vllm_config, config, layers, ops, block_size)
     readers = [(every[name], target) for name, target in sharing.items()]
     groups = [
@@ -322,7 +321,7 @@ def _scratch(
     in_graphs = ops.scratch.size_for(
         # Beside vLLM's kernel it is launched for requests that are measured query by query. Of latents the mass beside
         # vLLM's kernel takes scratch.
-        requests if decodes or "pivots" in config.statistics or (latent and (measures or config.audit)) else 0,
+        requests if decodes or "pivots" in config.statistics or (latent and (measures or config.runs_shadows)) else 0,
         min(requests, -(-largest // queries)) if own or measures else 0,
         max(layer.num_heads for layer in layers.values()),
         block_size,
@@ -423,7 +422,7 @@ def settle(
             own = "" if advice.is_own_dtype(vllm_config) else f"{advice.own_dtype(vllm_config)}, or "
             raise KVPolicyError(f"{name} {reason}: use {own}{UNREAD}")
         for group in runtime.groups:
-            group.leave_out(BlockMass)  # that of audits: a policy that measures reads keys
+            group.leave_out()
     fits = [ops.fit(layer) for layer in layers.values()]
     decodes &= all(fit.decodes for fit in fits)
     if not decodes and (READ_OF_LAYERS.of(config) or READ_OF_SOME.of(config)):

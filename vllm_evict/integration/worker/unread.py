@@ -7,9 +7,9 @@ from typing import Any
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.logger import init_logger
 
+from ...compute.step_parts import StepPart
 from ...core.plan import EvictionPlan
 from ..start.connectors import LMCACHE, Unread, named, of_lmcache
-from .step_parts import StepPart
 
 logger = init_logger("vllm.evict")
 

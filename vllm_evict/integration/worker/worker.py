@@ -14,23 +14,19 @@ from ...compute.memory import described, needs, put_aside
 from ...compute.needs import Needs
 from ...compute.parts import Capacity
 from ...compute.runtime import EvictionRuntime
+from ...compute.step_parts import StepPart
 from ...core.plan import REPORTS, Reports
 from ..engine.spec import alike_bytes, host_blocks, policy_config
 from ..start import attending, windows
 from ..start.describe import ignored_settings, kernels_line
 from . import layers, runners
-from .filling import Filling
 from .ranks import Ranks
 from .reorder import guard_reload, reordering
-from .scored import Scorer
 from .staging import left_by_sources, longer
-from .step_parts import StepPart
-from .unread import Waiting
+from .step_parts import KINDS
 
 logger = init_logger("vllm.evict")
 
-#: Parts that a worker may need, in the order in which they apply plans.
-PARTS: tuple[type[StepPart], ...] = (Waiting, Filling, Scorer)
 #: One of vLLM's workers comes after the mixin in each class.
 Base: Any = object
 
@@ -65,7 +61,7 @@ class EvictionWorkerMixin(Base):
             self.kv_evict = layers.install(self.vllm_config, policy_config(self.vllm_config), self.get_model(), specs)
             runners.install(self.model_runner, self.kv_evict, self.use_v2_model_runner)
             self._ranks = Ranks()
-            self._parts = [part(self) for part in PARTS if part.serves(policy_config(self.vllm_config))]
+            self._parts = [kind(self) for kind in KINDS if kind.serves(policy_config(self.vllm_config))]
         return super().get_kv_cache_spec()
 
     def determine_available_memory(self) -> int:

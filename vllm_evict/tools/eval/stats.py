@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...core.audit import wilson
-
 ALPHA = 0.05
 RESAMPLES = 4000
 #: Share of right answers, or of a perplexity, from which on a difference matters.
@@ -59,3 +57,12 @@ def kendall(first: Sequence[float], second: Sequence[float]) -> float:
     signs = [np.sign(np.subtract.outer(x, x))[np.triu_indices(len(x), 1)] for x in (first, second)]
     norm = math.sqrt(math.prod(np.count_nonzero(sign) for sign in signs))
     return float((signs[0] * signs[1]).sum() / norm) if norm else math.nan
+
+
+def wilson(right: float, n: int) -> tuple[float, float]:
+    """Return the 95 % interval of the share `right` of `n` (Wilson, 1927, which holds at 0 and 1 and for small n)."""
+    z2 = 1.959964**2
+    share = right / n
+    middle = (share + z2 / (2 * n)) / (1 + z2 / n)
+    half = math.sqrt(z2) / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
+    return max(0.0, middle - half), min(1.0, middle + half)

@@ -15,7 +15,7 @@ import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from ...config import KVPolicyConfig
-from ...core.audit import CONTROL, Verdict
+from ...features.audit.verdicts import CONTROL, Verdict
 from ..eval import EvalError
 from ..eval.backends import Offline, one_line
 from ..eval.policies import Contender
@@ -125,7 +125,7 @@ class AuditedEngine:
         block_size: int,
         engine_args: dict[str, Any],
     ):
-        from ...integration.engine.audits import Audits
+        from ...features.audit.engine import Audits
 
         server = auditing(server)
         # vLLM decides about its prefix cache: audits hit the prompts there.

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from ...core.audit import wilson
+from ..eval.stats import wilson
 
 #: Of a 95 % interval: standard errors on each side.
 Z = 1.959964

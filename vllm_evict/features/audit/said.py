@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-from ...core.evidence import Promise, interval
+from .evidence import Promise, interval
 
 OF_MODEL = (
     "KV policies: no answer is audited under the repetition penalty that the model's generation_config.json gives all "

@@ -1,12 +1,11 @@
 """Verdicts of audits: how full attention scores an answer that a request got under its policy."""
 
-import math
 from typing import NamedTuple
 
 import numpy as np
 
-from .plan import Report
-from .reports import flaw
+from ...core.plan import Report
+from ...core.reports import flaw
 
 #: Nats by which full attention has to prefer a token of its own, so that an answer counts as changed: above what bf16
 #: and the make-up of batches change by themselves.
@@ -99,12 +98,3 @@ def missed_mass(report: Report | None, gone: np.ndarray) -> float | None:
     mass = report.statistics["mass"]
     total = float(mass.sum())
     return float(mass[report.index.searchsorted(gone)].sum()) / total if total > 0 else None
-
-
-def wilson(right: float, n: int) -> tuple[float, float]:
-    """Return the 95 % interval of the share `right` of `n` (Wilson, 1927, which holds at 0 and 1 and for small n)."""
-    z2 = 1.959964**2
-    share = right / n
-    middle = (share + z2 / (2 * n)) / (1 + z2 / n)
-    half = math.sqrt(z2) / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
-    return max(0.0, middle - half), min(1.0, middle + half)

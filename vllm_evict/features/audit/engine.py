@@ -1,8 +1,8 @@
 """Audits: full attention scores the answers of some requests once they ended, to measure what eviction changed.
 
-The scheduler adds a shadow (see `shadows`) whose prompt is the prompt and the answer of such a request, and workers
-score the answer's rows. Answers wait for an idle engine first, then for a step in which nothing else waits; after
-`LONGEST` seconds an answer is dropped. `core.audit` says what scores mean.
+The scheduler adds a shadow (see `integration.engine.shadows`) whose prompt is the prompt and the answer of such a
+request, and workers score the answer's rows. Answers wait for an idle engine first, then for a step in which nothing
+else waits; after `LONGEST` seconds an answer is dropped. `verdicts` says what scores mean.
 """
 
 import math
@@ -21,19 +21,19 @@ from vllm.v1.request import Request, RequestStatus
 
 from ...config import NEVER, KVPolicyConfig
 from ...core.actions import Action
-from ...core.audit import CONTROL, KEPT, Verdict, missed_mass
 from ...core.blocks import RequestBlocks
-from ...core.evidence import Promise
 from ...core.mechanisms import Mechanism, Metric, Step
 from ...core.plan import EvictionPlan, Reports, Scoring
-from ...features.audit.plan import SCORED, AuditedRows, ScoredRows
-from ..start.capabilities.refuse import measures_mass
+from ...integration.engine.hits import Hit
+from ...integration.engine.reconstruction import Reconstructions
+from ...integration.engine.shadows import Shadow, ShadowRequests
+from ...integration.engine.view import EngineView
+from ...integration.start.capabilities.refuse import measures_mass
 from . import said
 from .answers import AuditedAnswer, Loss, Losses, served_tokens, unfit
-from .hits import Hit
-from .reconstruction import Reconstructions
-from .shadows import Shadow, ShadowRequests
-from .view import EngineView
+from .evidence import Promise
+from .plan import SCORED, AuditedRows, ScoredRows
+from .verdicts import CONTROL, KEPT, Verdict, missed_mass
 
 logger = init_logger("vllm.evict")
 
@@ -374,7 +374,7 @@ class Audits(Mechanism):
         Args:
             answer, verdict: of the audit.
             computed: tokens that its shadows computed.
-            missed: see `core.audit.missed_mass`.
+            missed: see `verdicts.missed_mass`.
         """
         counts: dict[str, float] = {"computed_tokens": computed}
         if missed is not None:

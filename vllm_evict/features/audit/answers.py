@@ -8,9 +8,9 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.request import Request, RequestStatus
 
 from ...config import BEAM
-from ...core.audit import kept_label
 from ...core.residence import NO_BLOCKS
-from ...features.audit.plan import Truncation
+from .plan import Truncation
+from .verdicts import kept_label
 
 #: Ends of requests whose answers are no whole ones.
 CUT_OFF = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_IGNORED, RequestStatus.FINISHED_ERROR)
@@ -42,7 +42,7 @@ class AuditedAnswer:
     Attributes:
         request: vLLM's request, which has ended.
         policy: name of the request's policy.
-        kept: label of the share of its blocks that it kept (`core.audit.kept_label`).
+        kept: label of the share of its blocks that it kept (`verdicts.kept_label`).
         gone: int64 [n], logical blocks that were gone at its end; None: their mass cannot be measured.
         since: when it ended, of `monotonic`.
         token_ids: of prompt and answer, without what was generated after a stop string.

@@ -1,4 +1,5 @@
-"""Scores rows of a step: how likely the model finds the token after each of them (`features.audit.plan.ScoredRows`)."""
+"""The worker's half: scores rows of a step, by how likely the model finds the token after each of them (`ScoredRows`),
+and measures the attention that answers pay to blocks."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -8,11 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...compute.mass import BlockMass
+from ...compute.shape import Shape
+from ...compute.step_parts import StepPart
+from ...compute.sums import RunningSums
 from ...compute.transfer import copied, to_device, to_host
 from ...config import KVPolicyConfig
 from ...core.plan import EvictionPlan
-from ...features.audit.plan import SCORED, AuditedRows, ScoredRows, Truncation
-from .step_parts import StepPart
+from .plan import SCORED, AuditedRows, ScoredRows, Truncation
 
 #: Rows whose logits are there at once.
 AT_ONCE = 64
@@ -20,6 +24,21 @@ AT_ONCE = 64
 TRUNCATED_AT_ONCE = 4
 #: Bytes for each of these logits: as the model gives them, in float32, and two intermediate results.
 OF_LOGIT = 16
+
+
+class AnswerMass(BlockMass):
+    """Mass of an answer's shadow, added up over heads and layers, whatever the policy's are. One shadow runs at a time.
+
+    Args:
+        shape: sizes of the KV group.
+    """
+
+    optional = True
+
+    def __init__(self, shape: Shape) -> None:
+        sizes = 1, shape.kv_heads, shape.layers, shape.max_blocks, shape.block_size
+        sums = RunningSums(*sizes, "sum", "sum", shape.device)
+        super().__init__(sums, tests=False, tests_in_graphs=False, in_graphs=False, summed=True)
 
 
 class Scorer(StepPart):
