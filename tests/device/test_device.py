@@ -7,7 +7,7 @@ import pytest
 import torch
 from parts import part_of, tokens_of
 
-from vllm_evict.compute import cached, compaction, prompts, sums
+from vllm_evict.compute import cached, compaction, sums
 from vllm_evict.compute.attention.device import DeviceOps
 from vllm_evict.compute.attention.ops import BatchMetadata
 from vllm_evict.compute.graphs import Attends
@@ -20,7 +20,6 @@ from vllm_evict.compute.kernels.rotate import Rotation
 from vllm_evict.compute.mass import BlockMass, TokenMass
 from vllm_evict.compute.measure import MassBuffers
 from vllm_evict.compute.probes import LayerCall
-from vllm_evict.compute.prompts import PromptScores
 from vllm_evict.compute.runtime import EvictionRuntime
 from vllm_evict.compute.shape import Shape
 from vllm_evict.compute.store import Store
@@ -32,7 +31,9 @@ from vllm_evict.core.plan import PLAN, EvictionPlan, GroupPlan, Scoring
 from vllm_evict.core.residence import HOLE
 from vllm_evict.features.context import worker as context
 from vllm_evict.features.context.plan import KeyRotation
+from vllm_evict.features.kvzip import worker as worker_prompts
 from vllm_evict.features.kvzip.plan import Repetition, Repetitions
+from vllm_evict.features.kvzip.worker import PromptScores
 from vllm_evict.integration.worker import worker
 from vllm_evict.policies import CACHED
 
@@ -341,7 +342,7 @@ def shares(wrap):
 
 
 def test_repetitions_do_not_wait(monkeypatch):
-    monkeypatch.setattr(prompts, "SCRATCH", 4096)
+    monkeypatch.setattr(worker_prompts, "SCRATCH", 4096)
     expected, got = shares(lambda tensor: tensor), shares(on_device)
     assert isinstance(got, OnDevice) and expected[:, :, 4:30].all()
     np.testing.assert_array_equal(on_host(got), expected.numpy())

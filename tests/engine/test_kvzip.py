@@ -11,7 +11,7 @@ from engine import after, greedy, logprobs_of, random_prompt
 
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.core.blocks import RequestBlocks
-from vllm_evict.integration.engine.reconstruction import LONGEST_WAIT, OVERLAP, Reconstruction, Reconstructions
+from vllm_evict.features.kvzip.engine import LONGEST_WAIT, OVERLAP, Reconstruction, Reconstructions
 from vllm_evict.integration.engine.shadows import ShadowRequests
 
 SERVER = {"name": "kvzip", "budget": 192, "buffer": 64, "sink": 32, "recent": 64}
@@ -226,7 +226,7 @@ def test_an_aborted_request_takes_its_shadow_along(request, make):
     assert shadow.is_finished() and not server.scheduler.running
     server.drain()
     server.assert_nothing_left()
-    assert len(server.scheduler.part(Reconstructions)) == len(server.scheduler.part(Reconstructions).scores) == 0
+    assert server.scheduler.part(Reconstructions).waiting == len(server.scheduler.part(Reconstructions).scores) == 0
 
 
 def test_a_request_that_ends_first_takes_its_shadow_along(engine, shadows):
@@ -286,7 +286,7 @@ def test_load_beyond_the_pool(request, poisoned, shadows, make, scheduling):
     assert shadows and any(not req_id.startswith("reconstruct") for req_id in preempted)
     assert sum(output.kv_usage.evicted_blocks > 0 for output in done.values()) >= 7
     server.assert_nothing_left()
-    assert len(server.scheduler.part(Reconstructions)) == 0
+    assert server.scheduler.part(Reconstructions).waiting == 0
 
 
 def test_a_preempted_shadow_begins_again(engine, dense, shadows):

@@ -8,7 +8,7 @@ from engine import V2, random_prompt
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.sample.logits_processor import LogitsProcessor as V1Processor
 
-from vllm_evict.integration.engine.reconstruction import Reconstructions, Scores
+from vllm_evict.features.kvzip.engine import Reconstructions, Scores
 
 if V2:
     from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2Processor

@@ -12,15 +12,15 @@ from oracle.tokens import kvzip_scores, replay_tokens
 from parity import assert_logprobs
 from parts import orders_of, part_of
 
-from vllm_evict.compute import prompts as worker_prompts
 from vllm_evict.compute.holes import Start
 from vllm_evict.compute.probes import LayerCall
-from vllm_evict.compute.prompts import PromptScores
 from vllm_evict.config import KVPolicyConfig
 from vllm_evict.core.actions import Compaction
 from vllm_evict.core.plan import GroupPlan
+from vllm_evict.features.kvzip import worker as worker_prompts
+from vllm_evict.features.kvzip.engine import Reconstructions, parts
 from vllm_evict.features.kvzip.plan import Repetition, Repetitions
-from vllm_evict.integration.engine.reconstruction import Reconstructions, parts
+from vllm_evict.features.kvzip.worker import PromptScores
 
 BLOCK, VOCAB, TIE = 32, 4096, 2e-6
 SERVER = {"name": "kvzip", "budget": 224, "buffer": 64, "sink": 32, "recent": 64, "granularity": "token"}

@@ -17,10 +17,10 @@ from vllm import LLM, SamplingParams
 from vllm.platforms.cpu import CpuPlatform
 
 from vllm_evict.compute.compaction import Compactor
-from vllm_evict.compute.prompts import PromptScores
 from vllm_evict.core.plan import PLAN
 from vllm_evict.features.context.worker import Originals
-from vllm_evict.integration.engine.reconstruction import Reconstructions
+from vllm_evict.features.kvzip.engine import Reconstructions
+from vllm_evict.features.kvzip.worker import PromptScores
 
 #: Whether this run is on Model Runner V2 (see preparation.py).
 V2 = os.environ.get("VLLM_EVICT_TEST_RUNNER") == "v2"

@@ -14,7 +14,7 @@ from test_serving_cache import pure_tokens
 from vllm.lora.request import LoRARequest
 
 from vllm_evict.config import KVPolicyConfig
-from vllm_evict.integration.engine.reconstruction import Reconstructions
+from vllm_evict.features.kvzip.engine import Reconstructions
 
 pytestmark = pytest.mark.minutes
 

@@ -11,7 +11,7 @@ from test_kvzip import SERVER, SIZE
 from vllm_evict.config import NEVER, KVPolicyConfig
 from vllm_evict.core.blocks import RequestBlocks
 from vllm_evict.core.plan import Report, Scoring
-from vllm_evict.integration.engine.reconstruction import OVERLAP, Scores, parts
+from vllm_evict.features.kvzip.engine import OVERLAP, Scores, parts
 
 # ---- What is repeated, what is kept
 

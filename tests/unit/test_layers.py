@@ -133,7 +133,7 @@ def test_rooms_import_only_what_they_may(room):
 
 
 #: Feature in a folder of its own -> fields of policies that nobody else reads.
-FIELDS = {"context": {"context"}, "audit": {"audit", "tuned"}}
+FIELDS = {"context": {"context"}, "audit": {"audit", "tuned"}, "kvzip": {"instruction"}}
 #: Who may read any field, and name what is told to go with what: configuration, and what was tried on which servers.
 READ_ALL = ("config/", "integration/start/capabilities/", "tools/")
 

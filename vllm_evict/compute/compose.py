@@ -5,6 +5,7 @@ from typing import NamedTuple
 from ..config import KVPolicyConfig
 from ..features.audit.worker import AnswerMass
 from ..features.context.worker import Originals
+from ..features.kvzip.worker import PromptScores
 from ..policies import CACHED, QUERIED, RUNNING
 from .cached import CachedStatistics
 from .compaction import Compactor, Judge
@@ -15,7 +16,6 @@ from .last_query import LastQuery
 from .mass import BlockMass, TokenMass
 from .parts import Mover
 from .probes import Probe
-from .prompts import PromptScores
 from .reach import Reach
 from .read import Read
 from .shape import Shape

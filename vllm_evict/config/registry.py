@@ -28,7 +28,7 @@ class Declaration:
     defaults: ClassVar[Mapping[str, Any]] = {option.name: option.default for option in KEEPING}
     #: Whether the recent window is what the budget leaves beside the sinks.
     window_is_the_budget: ClassVar[bool] = False
-    #: Whether statistics come from a reconstruction of the prompt (`integration.engine.reconstruction`). A request
+    #: Whether statistics come from a reconstruction of the prompt (`features.kvzip.engine`). A request
     #: keeps everything until they are there.
     reconstructs: ClassVar[bool] = False
     #: Whether the policy is a control of experiments: requests may pick it only where the server's `allow` names it.

@@ -14,7 +14,7 @@ class KVzip(Policy):
     """Weighs a block by the attention mass that a reconstruction of the prompt puts on it.
 
     A token of a KV head weighs the largest share of attention that a query of the reconstruction pays to it, as in the
-    paper (see `compute.prompts`). Blocks and tokens outside the reconstructed prompt weigh 0, so they go first.
+    paper. Blocks and tokens outside the reconstructed prompt weigh 0, so they go first.
     """
 
     name = "kvzip"

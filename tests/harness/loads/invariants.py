@@ -17,8 +17,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_evict.core.mechanisms.base import Due, Misses
 from vllm_evict.core.plan import PLAN
 from vllm_evict.features.audit.engine import Audits
+from vllm_evict.features.kvzip.engine import OVERLAP, Reconstructions, Scored, parts
 from vllm_evict.features.kvzip.plan import Repetitions
-from vllm_evict.integration.engine.reconstruction import OVERLAP, Reconstructions, Scored, parts
 from vllm_evict.integration.engine.shadows import ShadowRequests
 
 from .contents import SALTS, Fault, Row

@@ -64,8 +64,8 @@ from vllm_evict.config import KVPolicyError
 from vllm_evict.core.mechanisms import Pressure
 from vllm_evict.core.plan import PLAN
 from vllm_evict.features.audit.engine import Audits
+from vllm_evict.features.kvzip.engine import Reconstructions
 from vllm_evict.integration.engine.reaching import Reaching
-from vllm_evict.integration.engine.reconstruction import Reconstructions
 from vllm_evict.policies import POLICIES
 
 

@@ -210,7 +210,7 @@ def books(core):
     found["stoppable"] = len(scheduler.usages._stoppable)
     found["plan"] = sum(len(group.track) for group in scheduler._plan.groups)
     found["plan"] += sum(len(manager.changes) for manager in evictable)
-    from vllm_evict.integration.engine.reconstruction import Reconstructions  # vLLM is imported by now
+    from vllm_evict.features.kvzip.engine import Reconstructions  # vLLM is imported by now
 
     for reconstructions in scheduler.mechanisms.of(Reconstructions):
         found["prompts known"] = len(reconstructions.scores._prompts)

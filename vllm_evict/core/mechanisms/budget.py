@@ -25,7 +25,7 @@ class Budget(Mechanism):
     def decide(self, plan: EvictionPlan, reports: Sequence[Reports]) -> Iterable[Action]:
         for group, request, blocks in (*self.due(plan), *self._ended_turns(plan)):
             if blocks.config.policy.reconstructs:
-                continue  # `integration.engine.reconstruction` decides, by scores of a separate pass
+                continue  # another mechanism decides, by scores of a separate pass
             report = reports[group.number].get(request.request_id)
             by_block = blocks.config.granularity == "block"
             if by_block and blocks.measured and self.waits_for(report, request.request_id, blocks):

@@ -22,11 +22,10 @@ from vllm.v1.request import Request, RequestStatus
 from ...config import NEVER, KVPolicyConfig
 from ...core.actions import Action
 from ...core.blocks import RequestBlocks
-from ...core.mechanisms import Mechanism, Metric, Step
+from ...core.mechanisms import Metric, Step
 from ...core.plan import EvictionPlan, Reports, Scoring
 from ...integration.engine.hits import Hit
-from ...integration.engine.reconstruction import Reconstructions
-from ...integration.engine.shadows import Shadow, ShadowRequests
+from ...integration.engine.shadows import Shadow, ShadowUser
 from ...integration.engine.view import EngineView
 from ...integration.start.capabilities.refuse import measures_mass
 from . import said
@@ -75,7 +74,7 @@ def _by_share(name: str, help: str) -> Metric:
     return Metric(f"audit_{name}", help, label="kept", values=(CONTROL, *KEPT))
 
 
-class Audits(Mechanism):
+class Audits(ShadowUser):
     """All audits of one scheduler.
 
     Args:
@@ -156,10 +155,6 @@ class Audits(Mechanism):
     def __len__(self) -> int:
         """Return the answers that wait."""
         return len(self._backlog)
-
-    @property
-    def _shadows(self) -> ShadowRequests:
-        return self.view.part(ShadowRequests)
 
     # --- answers -----------------------------------------------------------------------------------------------------
 
@@ -289,8 +284,8 @@ class Audits(Mechanism):
                 self._skip(answer, "room")
 
     def _others_first(self) -> bool:
-        """Return whether a request waits for scores of its prompt, which take a shadow too."""
-        return any(len(each) for each in self._scheduler.mechanisms.of(Reconstructions))
+        """Return whether a request waits for a shadow of another kind."""
+        return any(each.waiting for each in self._scheduler.mechanisms.of(ShadowUser))
 
     def _needed(self, answer: AuditedAnswer) -> int:
         """Return the blocks that the shadow of an answer takes at most."""

@@ -3,12 +3,12 @@
 from ...core.mechanisms import Budget, Mechanism, Profiles, SharedBudget, WholePrompts
 from ...features.audit.engine import Audits
 from ...features.context.engine import Context
+from ...features.kvzip.engine import Reconstructions
 from .allocation import Reads
 from .outdated import Outdated
 from .poison import Poison
 from .pressure import PoolRelief
 from .reaching import Reaching
-from .reconstruction import Reconstructions
 from .shadows import ShadowRequests
 from .token_pages import TokenPages
 

@@ -229,3 +229,20 @@ class ShadowRequests(Mechanism):
         """End a shadow at once."""
         self.current = None
         self._scheduler.finish_requests(shadow.request.request_id, RequestStatus.FINISHED_ABORTED)
+
+
+class ShadowUser(Mechanism):
+    """A mechanism that begins shadows, and learns from them."""
+
+    @classmethod
+    def serves(cls, config: KVPolicyConfig) -> bool:
+        return config.runs_shadows
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a shadow. Answers of requests that have ended do not count."""
+        return 0
+
+    @property
+    def _shadows(self) -> ShadowRequests:
+        return self.view.part(ShadowRequests)

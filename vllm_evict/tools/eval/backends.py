@@ -264,7 +264,7 @@ class Offline:
         """
         from vllm import SamplingParams
 
-        from ...integration.engine.reconstruction import parts
+        from ...features.kvzip.engine import parts
 
         salted = prompt | {"cache_salt": sample.sha256}
         if sample.sha256 in self._known:

@@ -12,7 +12,7 @@ from ...core.blocks import RequestBlocks
 from ...core.mechanisms import Mechanism
 from ...core.mechanisms.base import settled
 from ...core.plan import EvictionPlan, Reports
-from ...integration.engine.reconstruction import Scored
+from ...features.kvzip.engine import Scored
 from ...integration.engine.shadows import ShadowRequests
 from ...integration.engine.view import EngineView
 from ...integration.start import attending

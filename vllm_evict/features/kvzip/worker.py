@@ -6,15 +6,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..features.kvzip.plan import Repetition, Repetitions
-from .holes import Start
-from .kernels.logits import logits_of, probabilities, soft_capped
-from .needs import OF_DIMENSION, OF_TOKEN, Needs
-from .probes import LayerCall, Probe, StepProbe
-from .shape import Shape
-from .step_batch import StepBatch
-from .tokens import gathered
-from .transfer import to_device
+from ...compute.holes import Start
+from ...compute.kernels.logits import logits_of, probabilities, soft_capped
+from ...compute.needs import OF_DIMENSION, OF_TOKEN, Needs
+from ...compute.probes import LayerCall, Probe, StepProbe
+from ...compute.shape import Shape
+from ...compute.step_batch import StepBatch
+from ...compute.tokens import gathered
+from ...compute.transfer import to_device
+from .plan import Repetition, Repetitions
 
 #: Bytes of attention probabilities in memory at once.
 SCRATCH = 8 << 20
@@ -122,7 +122,7 @@ class PromptScores(Probe):
         return Needs(step=shape.keys * (shape.itemsize + OF_DIMENSION) + 4 * SCRATCH, block=block)
 
     def judged(self, req_id: str, position: int, number: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `compaction.Judge`."""
+        """See `compute.compaction.Judge`."""
         if req_id not in self._requests:  # no reconstruction: all scores are 0, so the oldest tokens go first
             self._requests[req_id] = self._tokens(torch.zeros(*self.shape, 0, device=self.device))
         tokens = self._requests[req_id]
@@ -130,7 +130,7 @@ class PromptScores(Probe):
         return tokens.scores, tokens.positions
 
     def gather(self, req_id: str, number: int, first: int, count: int, keep: torch.Tensor) -> None:
-        """See `compaction.Judge`."""
+        """See `compute.compaction.Judge`."""
         tokens = self._requests[req_id]
         tokens.scores, tokens.positions = (gathered(x, first, count, keep) for x in (tokens.scores, tokens.positions))
 

@@ -3,7 +3,7 @@
 When a request is over its trigger and its prompt is computed, the scheduler adds a *shadow*: a request whose prompt is
 the same prompt, an instruction, and a part of the prompt again. The shadow hits the blocks that the request has
 published, so the prompt is not computed again. Workers measure the queries of the repeated part. Shadows of several
-parts run one after the other (see `shadows`).
+parts run one after the other (see `integration.engine.shadows`).
 
 Workers report scores of blocks, and `Scores` keeps them. Scores of tokens and heads stay with the workers: the
 scheduler numbers the prompts, and says which requests take which prompt's scores, and when to forget them.
@@ -24,13 +24,13 @@ from vllm.v1.request import Request, RequestStatus
 from ...config import NEVER, KVPolicyConfig
 from ...core.actions import Action, back_to_budget
 from ...core.blocks import RequestBlocks
-from ...core.mechanisms import Mechanism, Step
+from ...core.mechanisms import Step
 from ...core.mechanisms.base import settled
 from ...core.plan import EvictionPlan, Report, Reports, Scoring
 from ...core.reports import flaw
-from ...features.kvzip.plan import Repetition, Repetitions
-from .shadows import Shadow, ShadowRequests
-from .view import EngineView
+from ...integration.engine.shadows import Shadow, ShadowUser
+from ...integration.engine.view import EngineView
+from .plan import Repetition, Repetitions
 
 logger = init_logger("vllm.evict")
 
@@ -182,7 +182,7 @@ class Repeated(Shadow):
     repetition: Repetition | None
 
 
-class Reconstructions(Mechanism):
+class Reconstructions(ShadowUser):
     """All reconstructions of one scheduler, which has one KV group that may have holes.
 
     Args:
@@ -203,8 +203,9 @@ class Reconstructions(Mechanism):
     def serves(cls, config: KVPolicyConfig) -> bool:
         return config.reconstructs
 
-    def __len__(self) -> int:
-        """Return the number of requests that wait for scores."""
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for scores."""
         return len(self._jobs)
 
     def on_start(self, plan: EvictionPlan, req_id: str, blocks: Sequence[RequestBlocks]) -> None:
@@ -348,10 +349,6 @@ class Reconstructions(Mechanism):
     def _forget(self, scores: np.ndarray | int) -> None:
         if isinstance(scores, int):
             self._told.forgotten.append(scores)
-
-    @property
-    def _shadows(self) -> ShadowRequests:
-        return self.view.part(ShadowRequests)
 
     @property
     def _told(self) -> Repetitions:
