@@ -12,7 +12,7 @@ from test_read import assert_reads_like_dense
 from waits import without_waits
 
 from vllm_evict.compute.reach import Reach
-from vllm_evict.compute.read import Read
+from vllm_evict.features.read.worker import Read
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),

@@ -13,9 +13,9 @@ from oracle.tiny import make_tiny_llama
 from parity import assert_logprobs
 from parts import part_of
 
-from vllm_evict.compute.read import Read
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.core.arrange import arrange
+from vllm_evict.features.read.worker import Read
 
 SINK, RECENT = 32, 96
 #: Layers x KV heads; one layer has no retrieval head, one has nothing else.

@@ -14,11 +14,11 @@ from oracle.selection import BLOCK, Chooser
 from parts import part_of, stored_codes
 from streaming import Sessions, talk
 
-from vllm_evict.compute import own_blocks
-from vllm_evict.compute.read import Read
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.config.retired import _warn_of_old_name, _warn_of_preset
 from vllm_evict.core.blocks import RequestBlocks
+from vllm_evict.features.read import own_blocks
+from vllm_evict.features.read.worker import Read
 from vllm_evict.integration.engine.allocation import Reads
 from vllm_evict.tools.eval.policies import contenders, servers
 

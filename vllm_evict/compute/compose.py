@@ -6,6 +6,7 @@ from ..config import KVPolicyConfig
 from ..features.audit.worker import AnswerMass
 from ..features.context.worker import Originals
 from ..features.kvzip.worker import PromptScores
+from ..features.read.worker import Read
 from ..policies import CACHED, QUERIED, RUNNING
 from .cached import CachedStatistics
 from .compaction import Compactor, Judge
@@ -17,7 +18,6 @@ from .mass import BlockMass, TokenMass
 from .parts import Mover
 from .probes import Probe
 from .reach import Reach
-from .read import Read
 from .shape import Shape
 from .source import Source
 from .store import Store

@@ -1,12 +1,12 @@
-"""What tiles of a prompt pay to their own tokens, beside which blocks before them count."""
+"""Attention of a prompt's tiles to their own tokens, which the choice among blocks before them is measured against."""
 
 import numpy as np
 import torch
 
-from .kernels.logits import logits_of, soft_capped
-from .kernels.reach import SCRATCH
-from .probes import LayerCall
-from .transfer import to_device
+from ...compute.kernels.logits import logits_of, soft_capped
+from ...compute.kernels.reach import SCRATCH
+from ...compute.probes import LayerCall
+from ...compute.transfer import to_device
 
 
 class OwnBlocks:

@@ -12,22 +12,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..config import KVPolicyConfig
-from ..config.sizes import TILE
-from ..core.host_pool import RoomOf
-from .batch import Batch
-from .choosing import Choosing
-from .holes import Start
-from .index import BlockIndex
-from .kernels.reach import OF_ROWS, SCRATCH, ReachRows
-from .kernels.signs import TILE_QUERIES
-from .needs import Needs
+from ...compute.batch import Batch
+from ...compute.choosing import Choosing
+from ...compute.holes import Start
+from ...compute.index import BlockIndex
+from ...compute.kernels.reach import OF_ROWS, SCRATCH, ReachRows
+from ...compute.kernels.signs import TILE_QUERIES
+from ...compute.needs import Needs
+from ...compute.probes import LayerCall
+from ...compute.shape import Shape
+from ...compute.step_batch import StepBatch
+from ...compute.store import Store
+from ...compute.tiles import Cut, cut
+from ...config import KVPolicyConfig
+from ...config.sizes import TILE
+from ...core.host_pool import RoomOf
 from .own_blocks import OwnBlocks
-from .probes import LayerCall
-from .shape import Shape
-from .step_batch import StepBatch
-from .store import Store
-from .tiles import Cut, cut
 
 
 class Read(Choosing):

@@ -1,0 +1,1 @@
+"""Layers read a part of what a request has on the device."""
