@@ -139,7 +139,7 @@ def test_help_is_a_table():
     """vLLM's parser keeps the columns: names in one, and what they mean in another."""
     parser = FlexibleArgumentParser(formatter_class=functools.partial(SortedHelpFormatter, width=98))
     with mock.patch.object(arguments, "HELP", arguments._help(100 - arguments.INDENT)):
-        arguments._with_flag(lambda parser: parser)(parser)
+        arguments.add_flag.make(lambda parser: parser)(parser)
     with mock.patch.object(FlexibleArgumentParser, "_search_keyword", "kv-policy"):  # of --help=kv-policy
         lines = parser.format_help().splitlines()
     head = next(line for line in lines if line.split() == ["field", "meaning", "[default]"])
