@@ -146,13 +146,12 @@ def test_figures_of_documents_are_those_of_the_results(book, recipes):
             its = [row["recipe"] for row in results["rows"] if (row["server"], row["device"]) == (server, device)]
             assert sorted(its) == sorted(command.recipe for command in book.known(server, device)) != []
     counts, names = recipes.counts(results), results["policies"]["single"]
-    assert "h200" in devices and recipes.policies() == names
+    assert devices == {*book.DEVICES} and recipes.policies() == names
     page, readme = (ROOT / "docs/models.md").read_text(), " ".join((ROOT / "README.md").read_text().split())
     assert f"<!-- python benchmarks/recipes.py --table -->\n{recipes.table(results)}\n<!-- end -->\n" in page
-    figure = counts["single", "h200", "h2o-pressure"]
-    assert (
-        f"{figure} language models of [vLLM's recipes]" in readme and " start on an H200 under `h2o-pressure`" in readme
-    )
+    h200, b200 = (counts["single", device, "h2o-pressure"] for device in book.DEVICES)
+    assert f"{h200} language models of [vLLM's recipes]" in readme
+    assert f"start on an H200 under `h2o-pressure` with the book's own flags, and {b200} on a B200" in readme
     nowhere = {name for name in names if not any(counts["single", device, name].starts for device in devices)}
     first, _, second = (ROOT / "docs/policies.md").read_text().partition("The same on CPUs alone")
     alone = set(re.findall(r"^\| `([^`]+)`", second.split("\n\n")[1], re.MULTILINE))
