@@ -239,7 +239,7 @@ def test_what_cannot_be_shown_is_said_before_an_engine_starts(run, tmp_path, opt
 def test_a_page_is_named_by_model_policy_and_its_options_and_begun_with_a_word(run, tmp_path, monkeypatch):
     from vllm_evict.tools.show import record as show
 
-    def shown(model, config, text, max_tokens, options, say):
+    def shown(model, config, text, max_tokens, options, say, chat):
         say(f"starting vLLM on {model}")
         return show.Shown(["x"], ["y"], ["y"], [], 16)
 
