@@ -37,7 +37,7 @@ ALIGNED = 4
 
 @dataclass(slots=True)
 class Chooser:
-    """What is known of a request that chooses.
+    """Facts of a request that chooses.
 
     Attributes:
         slot: its row in arrays of slots.
@@ -49,7 +49,7 @@ class Chooser:
 
 
 class Choosing(Source, ABC):
-    """What layers of one KV group read of requests that choose.
+    """The source of one KV group whose layers choose what they read of some requests.
 
     Args:
         config: policy of the group's heads.
@@ -147,7 +147,7 @@ class Choosing(Source, ABC):
         self.index.allocate(capacity.blocks, capacity.host_blocks, late=capacity.ahead and not self.writes)
 
     def fits_graph(self, requests: Set[str]) -> bool:
-        """See `Source.fits_graph`. Layers choose outside of graphs."""
+        """Return whether no request chooses (`Source.fits_graph`): layers choose outside of graphs."""
         return not self.writes and self._of.keys().isdisjoint(requests)
 
     def _new(self, room: RoomOf) -> Chooser:
@@ -326,7 +326,8 @@ class Choosing(Source, ABC):
 
 
 class ChosenInPlace(StepSource):
-    """What layers of one step read. One table serves all layers in turn: each writes its choice into it.
+    """Tables and lengths that layers of one step read. One table serves all layers in turn: each writes its choice
+    into it.
 
     The table is that of the backend's metadata, so a layer writes it before the backend's kernel attends.
 
@@ -399,7 +400,7 @@ class ChosenApart(ChosenInPlace):
         self._lens = batch.lens[:count].index_add(0, torch.from_numpy(rows), torch.from_numpy(-unread))
 
     def table(self, call: LayerCall) -> tuple[Any, torch.Tensor]:
-        """As of `ChosenInPlace`; returns what the plugin's kernel reads."""
+        """Return the table and lengths that the plugin's kernel reads, as `ChosenInPlace` does."""
         plain = super().table(call)
         if self._rows is None or call.place in self._choosing.dense:
             return plain

@@ -27,7 +27,7 @@ OF_CANDIDATE = 72
 
 
 class Judge(Protocol):
-    """What knows the scores of a request's tokens."""
+    """The part of a worker that knows the scores of a request's tokens."""
 
     def judged(self, req_id: str, position: int, number: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Return scores (float32) and positions (int32), [L, Hkv, n] each, of the decision of that number.

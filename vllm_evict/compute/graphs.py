@@ -13,7 +13,7 @@ from .transfer import to_device
 
 
 class Attends(Enum):
-    """What attends to all requests of a full graph."""
+    """Attends to all requests of a full graph."""
 
     #: The backend's kernel, through the view. Nothing is measured.
     STOCK = "stock"

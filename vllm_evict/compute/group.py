@@ -111,7 +111,9 @@ class GroupRuntime:
             part.allocate(capacity)
 
     def begin(self, scheduler_output: Any, plan: GroupPlan, number: int) -> None:
-        """See `EvictionRuntime.begin`. `number` is the index of the group among all of vLLM's KV groups."""
+        """Begin a step as `EvictionRuntime.begin` says. `number` is the index of the group among all of vLLM's KV
+        groups.
+        """
         self._plan, self.in_step = plan, True
         start = self.holes.begin(scheduler_output, plan, number)
         for part in self.parts:
@@ -127,7 +129,7 @@ class GroupRuntime:
         mover.obey(orders, all_reduce)
 
     def obeyed(self) -> None:
-        """Hear that all orders of the step are carried out."""
+        """Go on after all orders of the step are carried out."""
         for mover in self.movers:
             mover.obeyed()
 

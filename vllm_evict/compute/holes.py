@@ -11,7 +11,7 @@ from ..core.residence import HOLE
 
 
 class Start(NamedTuple):
-    """What begins with a step in one KV group.
+    """News of one KV group with which a step begins.
 
     Attributes:
         plan: of the group.

@@ -1,4 +1,4 @@
-"""What stands for the keys of each block, wherever it lives: layers choose blocks by it.
+"""The index of keys, an entry for each block, wherever the block lives: layers choose blocks by it.
 
 It is their numbers at two bits each (`kernels.codes`), signs (`kernels.signs`), or a box of them (Quest: Tang et al.,
 ICML 2024, arXiv:2406.10774).

@@ -1,4 +1,4 @@
-"""What the layers of one step measure by block: memory for attention mass, and queries tested for pivotal blocks."""
+"""Measurements of one step by block: memory for attention mass, and queries tested for pivotal blocks."""
 
 from typing import NamedTuple
 

@@ -20,7 +20,7 @@ AllReduce = Callable[[torch.Tensor, bool], torch.Tensor]
 
 
 class Capacity(NamedTuple):
-    """What a worker has for blocks, once vLLM has sized its pool.
+    """The memory of a worker for blocks, once vLLM has sized its pool.
 
     Attributes:
         blocks: of the pool.
@@ -92,4 +92,4 @@ class Mover(Part, ABC):
         """
 
     def obeyed(self) -> None:
-        """Hear that all orders of the step are carried out."""
+        """Go on after all orders of the step are carried out."""

@@ -1,4 +1,4 @@
-"""What a step measures: the interface of probes."""
+"""The interface of probes, each of which measures something in a step."""
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class LayerCall:
         return kv_heads(self.kv_cache)
 
     def rewritten(self) -> None:
-        """Hear that the layer has written the batch's block table: what kernels read of it is copied again."""
+        """Copy again what kernels read of the batch's block table, which the layer has written."""
         if (views := getattr(self.metadata, KERNEL_BLOCKS, None)) is not None:
             views.rewritten()
         self.ops.batch.rewritten(self.metadata)
@@ -57,7 +57,7 @@ def kv_heads(kv_cache: torch.Tensor) -> int:
 
 
 class MassTarget(NamedTuple):
-    """Where a kernel that attends adds the mass of one call.
+    """Memory to which a kernel that attends adds the mass of one call.
 
     Attributes:
         out: float32 [R, Hkv or 1, W], memory to which the kernel adds (see `kernels.paged.PagedAttention`); None: no
@@ -79,7 +79,7 @@ class MassTarget(NamedTuple):
 
 
 class StepProbe:
-    """What a probe does in each layer of one step. This one measures nothing.
+    """The part of a probe in one step, called by each layer. This one measures nothing.
 
     A probe of attention mass passes buffers to the kernels that attend: `weights`, and the result of `out`.
 

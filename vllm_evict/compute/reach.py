@@ -29,7 +29,7 @@ from .transfer import stashed, to_device
 
 
 class Reach(Choosing):
-    """What layers of one KV group read of requests with blocks on the host.
+    """The source of one KV group some of whose requests have blocks on the host.
 
     Args:
         config: policy of the group's heads.
@@ -122,7 +122,7 @@ class Reach(Choosing):
             copy_blocks(page, host, to, of)
 
     def hidden(self, req_ids: Sequence[str]) -> list[tuple[int, range]]:
-        """See `Source.hidden`: rooms, in which a drafter's layers have nothing."""
+        """Return the rooms (`Source.hidden`), in which a drafter's layers have nothing."""
         rooms = ((row, self._of[req_id].room) for row, req_id in enumerate(req_ids) if req_id in self._of)
         return [(row, range(room.first, room.first + room.blocks)) for row, room in rooms]
 

@@ -308,5 +308,5 @@ class EvictionRuntime:
             group.abandon()
 
     def drafted(self) -> None:
-        """Hear that drafters have run after a step: passes before the next step are of dummy steps."""
+        """Note that drafters have run after a step: passes before the next step are of dummy steps."""
         self.batch.req_ids = []

@@ -1,4 +1,4 @@
-"""What layers read: block tables and lengths, and vLLM's metadata with them."""
+"""Sources of what layers read: block tables and lengths, and vLLM's metadata with them."""
 
 from collections.abc import Mapping, Sequence, Set
 from copy import copy
@@ -128,7 +128,7 @@ class Source(Part):
         return StepSource(batch.lens)
 
     def replays(self, batch: StepBatch) -> None:
-        """Hear of a step that replays a full graph, in which no layer asks what it reads."""
+        """Note that the step replays a full graph, in which no layer asks what it reads."""
 
     def rewrite(self, batch: StepBatch, table: torch.Tensor, lens: torch.Tensor) -> None:
         """Change the step's view where rows read other blocks than the resident ones.

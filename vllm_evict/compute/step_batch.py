@@ -84,7 +84,7 @@ class StepBatch:
 
     @property
     def drafts(self) -> np.ndarray:
-        """How many queries of each row are of drafts: int [R]."""
+        """The number of queries of drafts in each row: int [R]."""
         return np.zeros_like(self.queries) if self.verified is None else self.queries - self.verified
 
     @property

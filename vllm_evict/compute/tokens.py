@@ -213,11 +213,11 @@ class TokenSums(RunningSums):
             self._pages.index_fill_(1, self._to_device(self._table[slot, : self._held[slot]]), 0)
 
     def judged(self, req_id: str, position: int, number: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `compaction.Judge`."""
+        """Do as `compaction.Judge` says."""
         return self._judged[req_id][number], self._positions(self._slots[req_id])
 
     def gather(self, req_id: str, number: int, first: int, count: int, keep: torch.Tensor) -> None:
-        """See `compaction.Judge`."""
+        """Do as `compaction.Judge` says."""
         slot = self._slots[req_id]
         scores = gathered(self._scores(slot), first, count, keep)
         self._left[slot] = gathered(self._positions(slot), first, count, keep)

@@ -107,7 +107,7 @@ class StepWork:
 
     @property
     def queried(self) -> int:
-        """How many of the step's leading tokens have all queries that `before` reads."""
+        """The number of the step's leading tokens that have all queries which `before` reads."""
         return self._source.queried
 
     @property

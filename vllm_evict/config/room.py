@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What a request holds in a KV group of windows, chunks or states, in flight included.
+    """Blocks that a request holds in a KV group of windows, chunks or states, in flight included.
 
     Attributes:
         block_size: tokens.

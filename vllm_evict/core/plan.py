@@ -75,7 +75,7 @@ class Order:
 
 @dataclass(slots=True)
 class Payload:
-    """What the scheduler's half of a feature tells the half on workers with a plan.
+    """A message of a feature's half in the scheduler to its half on workers, with a plan.
 
     Each feature that tells something has a subclass, a dataclass of containers. Plans carry payloads by the feature's
     name (`GroupPlan.of`, `EvictionPlan.of`), and nobody else reads them. A plan without news has none.
@@ -152,7 +152,7 @@ class GroupPlan:
 
 @dataclass(slots=True)
 class EvictionPlan:
-    """What the scheduler tells workers with a step. Workers apply it before they run the step.
+    """The message of the scheduler to workers with a step. Workers apply it before they run the step.
 
     A mechanism's `notes` on the step stay with the scheduler, as all fields do that are not given to the constructor.
 

@@ -94,7 +94,7 @@ class DeviceOps(BackendOps):
         return None
 
     def mass(self, call: LayerCall, measured: MassTarget) -> None:
-        """See `BackendOps.mass`; runs `mass_from_lse`.
+        """Run `mass_from_lse`, by `BackendOps.mass`.
 
         Mass that `out` has as a sum over heads is computed for each KV head in the scratch, so that more programs run
         at once. The scratch takes some requests at a time.
@@ -144,7 +144,7 @@ class DeviceOps(BackendOps):
         return lse
 
     def mass_of(self, call: LayerCall, queries: Queries, width: int) -> torch.Tensor:
-        """See `BackendOps.mass_of`; runs `decode_mass`, or two passes over keys that it does not decode."""
+        """Run `decode_mass`, by `BackendOps.mass_of`, or two passes over keys that it does not decode."""
         from ...triton_kernels.mass_from_lse import mass_from_lse
 
         query, kv_heads = call.query[queries.tokens], call.kv_heads
@@ -169,7 +169,8 @@ class DeviceOps(BackendOps):
         self.decoding.decode(attention, rows, call.output[: len(attention.query)].view(attention.query.shape))
 
     def decode_together(self, slices: Sequence[HeadSlice], measured: Sequence[MassTarget]) -> None:
-        """See `BackendOps.decode_together`. Two groups are one call of `triton_kernels.decode_classes`, other numbers
+        """Decode as `BackendOps.decode_together` says. Two groups are one call of `triton_kernels.decode_classes`,
+        other numbers
         of groups a `decode` each.
         """
         if len(slices) == 2:

@@ -38,7 +38,8 @@ class PagedMetadata(BatchMetadata):
         return metadata
 
     def rewritten(self, metadata: Any) -> None:
-        """See `BatchMetadata.rewritten`. FlashInfer's own kernels read the pages of all requests one after the other.
+        """Do as `BatchMetadata.rewritten` says. FlashInfer's own kernels read the pages of all requests one after the
+        other.
 
         TensorRT-LLM's read a copy of the rows of prompts where the cache alone is fp8: layers write none of these.
         """
@@ -53,7 +54,9 @@ class PagedMetadata(BatchMetadata):
         torch.take(table, places, out=builder.paged_kv_indices[: len(places)])
 
     def for_parts(self, builder: Any) -> None:
-        """See `BatchMetadata.for_parts`. TensorRT-LLM's kernels take no plan, and compute prompts of all lengths."""
+        """Do as `BatchMetadata.for_parts` says. TensorRT-LLM's kernels take no plan, and compute prompts of all
+        lengths.
+        """
         builder.attention_config = copy(builder.attention_config)
         builder.attention_config.use_trtllm_attention = True
 

@@ -18,7 +18,9 @@ class LatentMetadata(BatchMetadata):
         return metadata
 
     def rewritten(self, metadata: Any) -> None:
-        """See `BatchMetadata.rewritten`. FLASHINFER_MLA keeps rows of queries, and AMX_MLA a place for each token."""
+        """Do as `BatchMetadata.rewritten` says. FLASHINFER_MLA keeps rows of queries, and AMX_MLA a place for each
+        token.
+        """
         for part in (metadata.decode, metadata.prefill):
             if hasattr(part, "flattened_block_table"):
                 part.query_len = 0

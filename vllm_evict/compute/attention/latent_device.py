@@ -56,17 +56,19 @@ class DeviceLatentOps(Latents, DeviceOps):
         return Fit(f"keeps its latents as {dtype}, which the score pass can't read (it reads {readable})")
 
     def warm_up_mass(self, call: LayerCall, measured: MassTarget) -> None:
-        """See `DeviceOps.warm_up_mass`. The cache is [num_blocks, 1, block_size, C + R]."""
+        """Do as `DeviceOps.warm_up_mass` says. The cache is [num_blocks, 1, block_size, C + R]."""
         self.mass(replace(call, kv_cache=call.kv_cache.squeeze(1)), measured)
 
     def _arguments(self, call: LayerCall, measured: MassTarget, lens: torch.Tensor) -> PagedAttention:
-        """See `DeviceOps._arguments`. The block table is cut to the batch's longest request."""
+        """Do as `DeviceOps._arguments` says. The block table is cut to the batch's longest request."""
         slices = slices_of(call.query.shape[1], self.heads_at_once) if call.metadata.max_query_len > 1 else 1
         keys = stored_latents(call.kv_cache).unsqueeze(1).expand(-1, slices, -1, -1)
         return narrowed(paged(call, measured, lens, keys), call.metadata)
 
     def _lse_of(self, attention: PagedAttention, longest: int) -> torch.Tensor:
-        """See `DeviceOps._lse_of`. Keys are read in parts, as decodes have few query rows and one head of keys."""
+        """Do as `DeviceOps._lse_of` says. Keys are read in parts, as decodes have few query rows and one head of
+        keys.
+        """
         from ...triton_kernels.decode_classes import splits_of
         from ...triton_kernels.decode_mass import programs_on
         from ...triton_kernels.mass_from_lse import MAX_ROWS

@@ -15,7 +15,7 @@ from ..work import HeadSlice
 
 
 class Fit(NamedTuple):
-    """How the operations of a backend fit one layer.
+    """The fit of a backend's operations to one layer.
 
     Attributes:
         unreadable: why the score pass cannot read the layer's keys, as the end of a sentence; None: it can.

@@ -93,7 +93,7 @@ class Staging(Mechanism):
         return new_tokens
 
     def on_offer(self, request: Any, blocks: RequestBlocks, offer: Offer) -> Offer:
-        """See `Mechanism.on_offer`.
+        """Do as `Mechanism.on_offer` says.
 
         Decodes of a request read less from its first block on the host on. So few requests give many blocks: one gives
         all before the next one gives any.

@@ -1,4 +1,4 @@
-"""What workers hear of answers that they score, and under which name scored rows come back."""
+"""Payload of answers that workers score, and the name under which scored rows come back."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple

@@ -352,7 +352,7 @@ class Reconstructions(ShadowUser):
 
     @property
     def _told(self) -> Repetitions:
-        """What workers hear with the next plan of the KV group."""
+        """The payload of the next plan of the KV group."""
         return Repetitions.add_to(self.view.next_plan.groups[self._manager.number])
 
     def _begin(self, job: Reconstruction) -> bool:

@@ -1,4 +1,4 @@
-"""What workers hear of repeated prompts, for scores by token."""
+"""Payload of repeated prompts, for scores by token."""
 
 from dataclasses import dataclass, field
 

@@ -122,7 +122,7 @@ class PromptScores(Probe):
         return Needs(step=shape.keys * (shape.itemsize + OF_DIMENSION) + 4 * SCRATCH, block=block)
 
     def judged(self, req_id: str, position: int, number: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `compute.compaction.Judge`."""
+        """Do as `compute.compaction.Judge` says."""
         if req_id not in self._requests:  # no reconstruction: all scores are 0, so the oldest tokens go first
             self._requests[req_id] = self._tokens(torch.zeros(*self.shape, 0, device=self.device))
         tokens = self._requests[req_id]
@@ -130,7 +130,7 @@ class PromptScores(Probe):
         return tokens.scores, tokens.positions
 
     def gather(self, req_id: str, number: int, first: int, count: int, keep: torch.Tensor) -> None:
-        """See `compute.compaction.Judge`."""
+        """Do as `compute.compaction.Judge` says."""
         tokens = self._requests[req_id]
         tokens.scores, tokens.positions = (gathered(x, first, count, keep) for x in (tokens.scores, tokens.positions))
 

@@ -31,7 +31,7 @@ from .own_blocks import OwnBlocks
 
 
 class Read(Choosing):
-    """What layers of one KV group read of requests that have more resident blocks than `read`.
+    """The source of one KV group whose layers read a part of requests with more resident blocks than `read`.
 
     An index of a block is computed in the step that fills it, and lives as long as its content. So a request that hits
     a cached prefix has the index of its blocks.
@@ -110,7 +110,7 @@ class Read(Choosing):
     def _choices(
         self, batch: StepBatch, rows: np.ndarray, tokens: np.ndarray
     ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """See `Choosing._choices`. Rows of prompts are tiles."""
+        """Choose as `Choosing._choices` says. Rows of prompts are tiles."""
         tiles, self._own = ~batch.decodes[rows], None
         if not tiles.any():
             return super()._choices(batch, rows, tokens)
