@@ -15,6 +15,7 @@ from pathlib import Path
 
 from reports import RESULTS
 
+from vllm_evict.tools.tune.audited import MEASURES
 from vllm_evict.tools.tune.run import figure_of
 
 #: Runs of `tune` on trained models.
@@ -66,9 +67,7 @@ def prompts(folder: Path, characters: int) -> Iterator[dict]:
 def keep(run: Path, name: str) -> None:
     """Write the rows of a run of `tune`, after a line of what they share."""
     rows = [json.loads(line) for line in (run / "tune.jsonl").read_text().splitlines()]
-    result = json.loads((run / "tune.json").read_text())
     shared = {field: rows[0][field] for field in SHARED} | {"model": Path(rows[0]["model"]).name}
-    shared |= {field: result[field] for field in ("measure", "target", "best", "confirmed")}
     lines = [shared, *({field: row[field] for field in OWN} for row in rows)]
     FOLDER.mkdir(parents=True, exist_ok=True)
     (FOLDER / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -76,20 +75,22 @@ def keep(run: Path, name: str) -> None:
 
 def table(name: str) -> str:
     """Return the table of a run: the control, then budgets that were searched, then those that were to be confirmed."""
-    shared, *rows = map(json.loads, (FOLDER / f"{name}.jsonl").read_text().splitlines())
-    lines = [
-        "| policy | budget | half | memory | peak | identical | 95 % |",
-        "|---|---:|---|---:|---:|---:|---:|",
-    ]
+    _, *rows = map(json.loads, (FOLDER / f"{name}.jsonl").read_text().splitlines())
+    lines = [f"| policy | budget | half | memory | peak | {' | '.join(MEASURES)} |", "|---|---:|---|" + "---:|" * 5]
     parts = ("control", "search", "confirm")
     for row in sorted(rows, key=lambda row: (parts.index(row["part"]), row["policy"], row["budget"] or 0)):
-        figure = figure_of(row, shared["measure"])
-        low, high = figure.interval
         budget = "all" if row["budget"] is None else f"{row['budget']:.0%}"
         cells = [f"`{row['policy']}`", budget, row["part"], f"{row['memory']:.0%}", f"{row['peak']:.0%}"]
-        lines.append(
-            "| " + " | ".join([*cells, f"{sum(figure.scores):.0f} of {figure.n}", f"{low:.3f}-{high:.3f}"]) + " |"
-        )
+        for measure in MEASURES:
+            figure = figure_of(row, measure)
+            low, high = figure.interval
+            said = (
+                f"{figure.share:.1%} of {figure.n}"
+                if measure == "tokens"
+                else f"{sum(figure.scores):.0f} of {figure.n}"
+            )
+            cells.append(f"{said} ({low:.2f}-{high:.2f})")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

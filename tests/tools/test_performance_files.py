@@ -270,3 +270,13 @@ def test_ratios_to_peers_are_those_of_their_files(name, ours, theirs, requests, 
     ratios = [mine / its for mine, its in zip(rates[ours], rates[theirs], strict=True)]
     said = said.format(f"{median(ratios):{form}}", ", ".join(f"{each:{form}}" for each in ratios))
     assert said in " ".join((ROOT / "docs/results.md").read_text().split())
+
+
+def test_the_table_of_a_tuned_model_is_that_of_its_file(to_json):
+    import asked
+
+    table = asked.table("smollm2")
+    assert (
+        f"<!-- tuned -->\n{table}\n<!-- end -->\n" in (ROOT / "docs/safe.md").read_text()
+        and len(table.splitlines()) > 3
+    )
