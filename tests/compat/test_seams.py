@@ -3,9 +3,10 @@
 import ast
 import types
 from collections import Counter
+from pathlib import Path
 
 import pytest
-from guard.seams import OURS, declared
+from guard.seams import OURS, declared, table
 from guard.source import FUNCTIONS
 
 from vllm_evict.integration import seams
@@ -129,6 +130,11 @@ def test_each_function_is_replaced_once_and_says_why_and_until_when():
 
 def test_homes_are_the_modules_that_declare():
     assert sorted(seams.HOMES) == sorted({each.home for each in declared()})
+
+
+def test_the_page_has_all_of_them():
+    page = Path(__file__).parents[2] / "docs/seams.md"
+    assert page.read_text().endswith(table())
 
 
 class Theirs:

@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from vllm_evict.integration.seams import HOMES
+
 from .source import FUNCTIONS, Sources
 
 OURS = Sources(Path(__file__).parents[3] / "vllm_evict", "vllm_evict")
@@ -94,3 +96,37 @@ def replaced() -> dict[str, dict[str, str]]:
             ours = f"{each.home}:{each.ours}"
             by[ours] = f"{by[ours]} {name}" if ours in by else name
     return found
+
+
+def table() -> str:
+    """Return the tables of docs/seams.md: a row for each declaration, in the order of `HOMES`."""
+    by_home: dict[str, list[Declared]] = {}
+    for each in declared():
+        by_home.setdefault(each.home, []).append(each)
+    parts = []
+    for at_import, title in ((True, "In every process"), (False, "In single objects")):
+        rows = [each for home in HOMES for each in by_home.get(home, ()) if each.at_import == at_import]
+        lines = [
+            f"| {'<br>'.join(f'`{_short(place)}`' for place in each.places)} | {_ours(each)} | {each.why} | "
+            f"{each.remove_when} |"
+            for each in rows
+        ]
+        if lines:
+            head = "| in vLLM | by | why | until |\n|---|---|---|---|"
+            parts.append("\n".join([f"## {title}", "", head, *lines]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _short(place: str) -> str:
+    """Return the place without its module."""
+    module, _, name = place.partition(":")
+    return name or module
+
+
+def _ours(each: Declared) -> str:
+    methods = f": {', '.join(f'`{method}`' for method in each.methods)}" if each.methods else ""
+    return f"`{each.home}.{each.name}`{methods}"
+
+
+if __name__ == "__main__":
+    print(table(), end="")
