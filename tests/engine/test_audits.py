@@ -435,8 +435,8 @@ def test_a_scheduler_hears_that_its_engine_drains():
             return True
 
     heard, core = [], Core()
-    for _ in range(2):  # hooked once
-        ending.hook(SimpleNamespace(EngineCoreProc=Core))
+    for _ in range(2):  # replaced once
+        ending.handle_shutdown.once(Core)
     assert core._handle_shutdown() and not heard
     core.running = False
     assert core._handle_shutdown() and heard == [1]
