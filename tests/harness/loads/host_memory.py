@@ -61,10 +61,12 @@ class HostMemory:
     def _reached(self):
         """Return the host blocks that requests read, and those that wait for requests with their prefix."""
         pool, (manager,), users = self.pool, self.scheduler.kv_managers, Counter()
+        # A session keeps the room of its first block on the host, where a budget that is a share has grown since.
+        reached = Reached.within(self.scheduler.next_plan.groups[0])
+        rooms = {req_id: its.room for req_id, its in self._reach._of.items()} | (reached.rooms if reached else {})
         for req_id, blocks in manager.residents.items():
-            room, residence = blocks.limits.room, blocks.residence
-            for logical, number in residence.host.items():
-                in_room = logical in range(blocks.limits.sink, blocks.limits.sink + room)
+            for logical, number in blocks.residence.host.items():
+                in_room = 0 <= logical - rooms[req_id].first < rooms[req_id].blocks
                 is_hole = manager.req_to_blocks[req_id][logical].is_null
                 assert is_hole != in_room, f"{req_id} has block {logical}, and on the host"
                 users[number] += 1
