@@ -68,7 +68,9 @@ def _skip_before(item, release, why, kind=""):
 
 
 def _check_ids(config, items):
-    """Each case that a marker names exists: a test whose cases got other names would silently not run on one runner, or never."""
+    """Each case that a marker names exists: a test whose cases got other names would silently not run on one runner, or
+    never.
+    """
     if any("::" in arg for arg in config.args):
         return
     named, found, runner = {}, {}, os.environ["VLLM_EVICT_TEST_RUNNER"]
@@ -146,7 +148,7 @@ def deep(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stock(deep):
-    """What stock vLLM computes on `deep`; test files with models of their own override it."""
+    """Answers of stock vLLM on `deep`; test files with models of their own override it."""
     from engine import Engine
     from loads.pages import Stock
 
@@ -157,7 +159,7 @@ def stock(deep):
 
 @pytest.fixture(autouse=True)
 def stale_views(monkeypatch):
-    """What one step has written into the memory of views is garbage in the next: no block, and no place of one."""
+    """The memory of views, written by one step, is garbage in the next: no block, and no place of one."""
     import torch
 
     from vllm_evict.compute.views import Views

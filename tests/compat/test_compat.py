@@ -1,4 +1,4 @@
-"""What the plugin adds to vLLM stays out of the way: hooks, an engine without a policy and with one.
+"""Additions of the plugin to vLLM stay out of the way: hooks, an engine without a policy and with one.
 
 The hooks are run; no engine is started. What the plugin relies on in vLLM is tests/compat/test_guard.py; its releases are tests/compat/test_versions.py.
 """
@@ -51,7 +51,7 @@ from vllm_evict.integration.worker.cpu_worker import CPUEvictionWorker
 
 @pytest.fixture
 def warned(monkeypatch):
-    """What the plugin warns of; what is said once can be said again."""
+    """Return the plugin's warnings; what is said once can be said again."""
     entrypoints._warn_without_policy.cache_clear()
     lines = []
     # No handler: vLLM sets its loggers up anew when it configures an engine.
@@ -141,7 +141,7 @@ def test_a_tracer_that_came_first_switches_nothing_off(traced):
 
 
 def test_usage_and_counts_travel_beside_vllms_own_fields():
-    """What an engine core sends is read by the front end with the plugin's fields, and as ever by vLLM's own types."""
+    """The front end reads messages of an engine core with the plugin's fields, and as ever by vLLM's own types."""
     usage = KVUsage("h2o", 192, 7, 224, 3, 96)
     plain = EngineCoreOutput("b", [7], kv_transfer_params={"theirs": 1})
     outputs = [EvictionOutput.of(EngineCoreOutput("a", [5, 6], finish_reason=FinishReason.STOP), usage), plain]

@@ -1,4 +1,4 @@
-"""What vllm_evict relies on in vLLM is there in every supported release (see the package `guard`). Sources are read only."""
+"""Every supported release has all that vllm_evict relies on in vLLM (see the package `guard`). Sources are read only."""
 
 import ast
 import builtins
@@ -94,7 +94,7 @@ def test_the_installed_release_is_what_its_facts_say(installed, taken):
 
 
 def test_functions_have_the_parameters_that_their_sources_say(taken):
-    """What decorators and re-exports make of the sources, by asking Python."""
+    """Decorators and re-exports of the sources are resolved as Python resolves them."""
     compared = 0
     for where, known in taken["functions"].items():
         module, _, name = where.partition(":")

@@ -55,7 +55,7 @@ def installed():
 
 @pytest.fixture
 def warned(monkeypatch):
-    """What the plugin warns of; what is said once can be said again."""
+    """Return the plugin's warnings; what is said once can be said again."""
     for once in (versions._warn_not_run, versions._say_identical):
         once.cache_clear()
     lines = []

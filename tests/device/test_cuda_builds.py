@@ -74,7 +74,7 @@ def test_a_source_distribution_has_the_kernels():
 
 @pytest.fixture(scope="module", params=["80", "90a", "100"])
 def compiled(request, tmp_path_factory):
-    """What ptxas says of each kernel for an architecture, and its machine code if there is a disassembler."""
+    """Return the words of ptxas on each kernel for an architecture, and its machine code if there is a disassembler."""
     nvcc = shutil.which("nvcc") or pytest.skip("no nvcc")
     path = tmp_path_factory.mktemp("nvcc") / "decode_mass.cubin"
     target = f"arch=compute_{request.param},code=sm_{request.param}"

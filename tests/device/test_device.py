@@ -1,4 +1,4 @@
-"""What a worker does with tensors of a device: it never waits for them. Without a GPU: tensors that can't be looked at."""
+"""A worker never waits for tensors of a device. Without a GPU: tensors that can't be looked at."""
 
 from types import SimpleNamespace
 
@@ -70,7 +70,7 @@ def on_device(tensor):
 
 
 def on_host(tensor):
-    """What `transfer.to_host` is allowed to do, once a step."""
+    """The one copy to the host that a step may make (`transfer.to_host`)."""
     return tensor.as_subclass(torch.Tensor).numpy()
 
 
@@ -111,9 +111,10 @@ class Ops:
 
 
 def steps(policy, wrap, in_graphs=False, rejected=None, **options):
-    """Three steps of a request that loses blocks, or tokens, before the second, with another beside it; its reports, and
-    what its store was told. The second and third are decodes, for full CUDA graphs if `in_graphs`. `rejected`: drafts
-    that are part of its length on the host then; None: the server does not speculate."""
+    """Three steps of a request that loses blocks, or tokens, before the second, with another beside it; its reports,
+    and what its store was told. The second and third are decodes, for full CUDA graphs if `in_graphs`. `rejected`:
+    drafts that are part of its length on the host then; None: the server does not speculate.
+    """
     options |= {"window": 8} if policy == "scissorhands" else {}
     config = KVPolicyConfig.parse({"name": policy, **BASE, **options})
     by_token = config.granularity == "token"
@@ -282,7 +283,7 @@ def test_by_token_only_a_decision_waits_and_once(policy, options, in_graphs, mon
 
 
 def moved_up(wrap, to_device, monkeypatch):
-    """What becomes of caches of two layers when blocks of a request move up, one of them into another block."""
+    """Caches of two layers, as they are when blocks of a request move up, one of them into another block."""
     caches = [torch.randn(20, HEADS, SIZE, 2 * DIM, generator=torch.Generator().manual_seed(3)) for _ in range(LAYERS)]
     rotation = Rotation(wrap(torch.tensor([0.3, 0.02], dtype=torch.float64)), neox=True)
     given = [(torch.nn.Identity(), wrap(cache)) for cache in caches]

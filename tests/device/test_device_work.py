@@ -1,4 +1,4 @@
-"""What attention backends of a device do with pages and queries, an operation at a time, without an engine.
+"""Operations of attention backends of a device on pages and queries, an operation at a time, without an engine.
 
 Kernels of the plugin run under Triton's interpreter (test_device_backends.py has whole engines).
 """
@@ -187,7 +187,7 @@ def test_split_heads_of_fp8_write_outputs_in_the_model_s_dtype(monkeypatch):
 
 
 def test_split_heads_put_zeros_out_where_no_request_is_served():
-    """As stock backends do while vLLM profiles: outputs are memory that no kernel has written."""
+    """While vLLM profiles, as in stock backends, outputs are memory that no kernel has written."""
     output = torch.full((3, 2, 16), torch.nan)
     impl = split.split_impl(object, [], TritonOps(), set())()
     assert impl.forward(None, output, output, output, None, None, output) is output and not output.any()

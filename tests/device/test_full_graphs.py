@@ -204,7 +204,7 @@ def test_mass_beside_a_kernel_of_vllm_s(replaying, graphs, dense, backend, monke
 
 
 class TestNotInAGraph:
-    """What full graphs can't hold runs without one, and gives what it should."""
+    """A step that full graphs can't hold runs without one, and gives what it should."""
 
     @pytest.mark.both_runners
     @pytest.mark.parametrize("backend", EITHER, indirect=True)
@@ -216,7 +216,8 @@ class TestNotInAGraph:
     @pytest.mark.parametrize("backend", EITHER, indirect=True)
     def test_requests_that_the_graphs_scratch_has_no_room_for(self, replaying, graphs, dense, backend, monkeypatch):
         """Four blocks: a request that holds five or six is decoded without graphs, in larger scratch, until it has lost
-        some."""
+        some.
+        """
         monkeypatch.setattr(decoding, "MASS_SCRATCH", 4 * 4 * 4 * dense.heads)
         policy = {**POLICIES["h2o"], "buffer": 16}
         subject = replaying(policy)
@@ -382,8 +383,9 @@ def test_a_crowd_of_policies_gets_the_same_with_and_without(replaying, graphs, b
 @pytest.mark.both_runners
 @pytest.mark.parametrize("backend", EITHER, indirect=True)
 def test_graphs_are_profiled_before_the_cache_is_there(replaying, graphs, dense, tmp_path, monkeypatch, backend):
-    """As a GPU's worker does it, with a cache of a few blocks that goes again. What graphs share is there before that,
-    so that it does not look like the price of each, and stays."""
+    """Capture as a GPU's worker does, with a cache of a few blocks that goes again. What graphs share is there before
+    that, so that it does not look like the price of each, and stays.
+    """
     available, there = cpu_worker.CPUWorker.determine_available_memory, []
 
     def shared(runtime):

@@ -48,7 +48,7 @@ def batch(table):
 
 @dataclass
 class Pass:
-    """What a drafter's pass has of vLLM's `CommonAttentionMetadata`."""
+    """The part of vLLM's `CommonAttentionMetadata` that a drafter's pass has."""
 
     block_table_tensor: torch.Tensor
     max_seq_len: int

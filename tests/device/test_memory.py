@@ -245,7 +245,7 @@ def test_pages_that_run_out_are_added():
 
 
 def test_what_a_step_takes_is_held_while_vllm_s_own_runs():
-    """What is taken in between comes when that has ended, and its memory with it."""
+    """Memory that is taken in between is there when that has ended."""
 
     class Runner:
         def profile_run(self, randomize_inputs=False):

@@ -1,4 +1,4 @@
-"""What the compilers make of the Triton kernels on sm_80, sm_90 and sm_100, beside what a file says of it. No GPU is needed."""
+"""Code of the Triton kernels for sm_80, sm_90 and sm_100, beside the sizes that a file has. No GPU is needed."""
 
 import json
 import sys
@@ -29,8 +29,9 @@ def launches(request, tmp_path_factory):
 
 
 def test_kernels_take_no_more_than_their_file_says(launches):
-    """`compiled.json` has them by kernel and shape, of all shapes; `python tests/harness/triton_compile.py --publish` writes
-    it anew."""
+    """`compiled.json` has them by kernel and shape, of all shapes; `python tests/harness/triton_compile.py --publish`
+    writes it anew.
+    """
     from triton_compile import PUBLISHED, limits
 
     capability, found = launches

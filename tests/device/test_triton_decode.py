@@ -86,7 +86,9 @@ def test_decode_matches_the_reference(shape, per_token):
 @BY
 @each_fp8_shape
 def test_decode_reads_fp8_caches(shape, per_token):
-    """As if they were full of what they stand for: exactly, but for the rounding of probabilities and outputs."""
+    """Quantised caches count as the numbers that they stand for: exactly, but for the rounding of probabilities and
+    outputs.
+    """
     batch = Batch(*DECODE, *shape, scales=(0.75, 2.5))
     plan = batch.plan(splits=3, per_token=per_token)
     output, mass, lse = batch.decode(None, per_token, plan=plan)

@@ -91,7 +91,9 @@ def test_parts_of_the_keys_add_up_to_the_lse(shape):
 
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[8], WIDE[3]], ids=["narrow", "half a block", "wide"])
 def test_queries_see_tokens_ahead_of_them(shape):
-    """As those of an image do: here queries 3 to 12 of the second request, and the last five of the last one."""
+    """Queries see tokens after their own, as those of an image do: here queries 3 to 12 of the second request, and the
+    last five of the last one.
+    """
     batch = Batch([1, 30, 0, 9], [21, 50, 5, 75], *shape)
     ahead = ints([0] * len(batch.query))
     ahead[4:14], ahead[-5:] = torch.arange(9, -1, -1, device=DEVICE), torch.arange(4, -1, -1, device=DEVICE)

@@ -42,7 +42,7 @@ WARM = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mod
 
 
 class Variants:
-    """What Triton would have compiled for launches of the plugin's kernels: (kernel, Triton's own key)."""
+    """Records what Triton would have compiled for launches of the plugin's kernels: (kernel, Triton's own key)."""
 
     def __init__(self):
         self.seen = set()
@@ -248,7 +248,7 @@ class Work:
             yield torch.empty(tokens, width, self.dim, dtype=self.dtype)[:, : self.heads]
 
     def batch(self, rows, tokens, longest):
-        """As builders and views give it."""
+        """Return metadata as builders and views give it."""
         starts = torch.arange(rows + 1, dtype=torch.int32) * (tokens // rows)
         lens = torch.full((rows,), longest, dtype=torch.int32)
         return SimpleNamespace(
@@ -257,7 +257,7 @@ class Work:
         )  # fmt: skip
 
     def ways(self, group, part, rows, queries, longest):
-        """What a step measures, as `MassStep` and `TokenStep` have it."""
+        """Return the measurements of a step, as `MassStep` and `TokenStep` have them."""
         width, weights = -(-longest // self.block_size), torch.ones(queries)
         if tokens_of(group) is not None:
             kv_heads = part.kv_cache.shape[1]

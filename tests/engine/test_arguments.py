@@ -1,4 +1,6 @@
-"""`kv_policy` among vLLM's engine arguments: a field, a flag, and a keyword in processes that know nothing of the plugin."""
+"""`kv_policy` among vLLM's engine arguments: a field, a flag, and a keyword in processes that know nothing of the
+plugin.
+"""
 
 import argparse
 import copy
@@ -145,7 +147,7 @@ def test_vllm_could_make_a_flag_of_the_fields_type():
 
 
 def test_ray_serve_llm_takes_it_among_its_engine_kwargs(tiny):
-    """What ray.llm's vllm_models.py and vllm_engine.py do, without Ray: sort keywords by field, make arguments and
+    """Do as ray.llm's vllm_models.py and vllm_engine.py, without Ray: sort keywords by field, make arguments and
     configuration in one process, send both to another, and read the arguments' `__dict__` there."""
     engine_kwargs = {"kv_policy": {"name": "adakv", "budget": 1024}, "max_model_len": 2048}
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
@@ -356,7 +358,7 @@ tell([keyword, unknown, [name for name in sys.modules if name.startswith("vllm_e
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory):
-    """What each of CASES tells."""
+    """Return the answer to each of CASES."""
     model = tmp_path_factory.mktemp("model")
     told = {}
     # vLLM before 0.32 imports plugins with itself, so what is left out is left out from the start.

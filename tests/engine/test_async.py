@@ -27,7 +27,7 @@ AND_TOKENS = {**POLICIES, "h2o-tokens": {**POLICIES["h2o"], "granularity": "toke
 
 
 class Record:
-    """What one request's steps were: tokens, holes told with each, blocks decided after each."""
+    """A record of one request's steps: tokens, holes told with each, blocks decided after each."""
 
     def __init__(self, start):
         self.start, self.steps, self.told, self.decided, self.pending = start, [], [], {}, []

@@ -189,7 +189,7 @@ def test_budgets_that_fall_with_depth_match_the_oracle(engine, model, dense, nam
 
 
 def replay_shared(dense, tokens, steps, groups, floor):
-    """As `replay_heads`, with one budget for all groups."""
+    """Replay as `replay_heads` does, with one budget for all groups."""
     from oracle.heads import GroupRequest
 
     requests = [GroupRequest(dense, config, heads) for config, heads in groups]
@@ -415,7 +415,7 @@ def test_fastgen_chooses_anew_after_a_restart(engine, model):
 
 
 def test_a_request_that_ends_when_its_policy_is_chosen_is_forgotten(engine, model):
-    """What its new policy measures is told with the next step, which is one without it."""
+    """The next step tells what its new policy measures, which is one without it."""
     policy = {"name": "fastgen", **{k: v for k, v in BASE.items() if k != "kernel"}, "bands": 4, "recovery": 0.35}
     server = engine(policy, model=model, max_num_batched_tokens=192)
     request_id, chosen = server.add(random_prompt(600, 5), max_tokens=50), []

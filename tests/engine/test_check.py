@@ -271,7 +271,9 @@ def test_what_vllm_decides_for_a_device(ask, device):
 
 
 def test_what_prepares_images_may_be_missing_here(ask, tmp_path):
-    """vLLM's modules of these models import torchvision. A model of text needs none of it; with images it is the host's."""
+    """vLLM's modules of these models import torchvision. A model of text needs none of it; with images it is the
+    host's.
+    """
     text = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
     text |= {"head_dim": 64, "intermediate_size": 256, "vocab_size": 512, "max_position_embeddings": 4096}
     towers = {"text_config": {"model_type": "gemma3_text"}, "vision_config": {"model_type": "siglip_vision_model"}}
@@ -312,7 +314,7 @@ def test_every_model_is_asked_whether_it_has_images(folders, monkeypatch):
 
 
 def test_a_model_of_text_and_sounds_needs_no_files_but_its_configuration(ask, tmp_path):
-    """What vLLM misses here, the tokenizer, changes nothing about attention."""
+    """The tokenizer, which vLLM misses here, changes nothing about attention."""
     text = {"model_type": "llama", "max_position_embeddings": 4096, "num_hidden_layers": 2}
     known = {"architectures": ["UltravoxModel"], "model_type": "ultravox", "audio_config": {"model_type": "whisper"}}
     (tmp_path / "config.json").write_text(json.dumps({**known, "text_config": text}))
@@ -333,7 +335,9 @@ def test_a_command_may_be_pasted_whole(monkeypatch, before):
 
 
 def test_files_and_memory_of_the_server_are_elsewhere(ask):
-    """What vLLM reads from the tokenizer or a template, and blocks on the host, need another machine's files and memory."""
+    """Settings that vLLM reads from the tokenizer or a template, and blocks on the host, need another machine's files
+    and memory.
+    """
     front = ["--reasoning-parser", "qwen3", "--chat-template", "no/such.jinja"]
     host = ["--kv-policy", json.dumps({"name": "full", "evict": "host", "host": "64TiB", "budget": 4096})]
     audit = ["--kv-policy", '{"name": "h2o", "audit": 0.01}']

@@ -60,7 +60,7 @@ def rotations(model, layers, longest=512, dtype=torch.float32):
 
 
 def other_dimensions(at, keys):
-    """As of a model that rotates the second half of each key: the halves change places."""
+    """Rotate as a model does that rotates the second half of each key: the halves change places."""
     return keys.unflatten(-1, (2, 2, -1)).flip(-2).flatten(-3)
 
 

@@ -1,4 +1,4 @@
-"""Who attends to what in a step: the requests that `decode_mass` computes, and those that stay with the stock kernel."""
+"""Division of a step's attention: the requests that `decode_mass` computes, and those that stay with the stock kernel."""
 
 import numpy as np
 import pytest

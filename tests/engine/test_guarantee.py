@@ -1,4 +1,6 @@
-"""What start-up and admission accept finishes: engines with the smallest pool that vLLM accepts (docs/design.md)."""
+"""Every request that start-up and admission accept finishes: engines with the smallest pool that vLLM accepts
+(docs/design.md).
+"""
 
 import itertools
 from types import SimpleNamespace

@@ -163,7 +163,7 @@ GPU = torch.device("cuda")
 
 @pytest.fixture
 def pins(monkeypatch):
-    """What the driver has pinned, address -> bytes, in a machine without one; its `error` is what it says."""
+    """Memory pinned by a driver that this machine lacks, address -> bytes; `error` is the driver's answer."""
 
     class Pins(dict):
         error = None

@@ -73,7 +73,7 @@ def test_silent_no_op_under_either_model_runner(engine):
 
 
 def test_prefix_cache_corrupted_by_compaction(engine):
-    """What a published block holds never changes, however much of its request goes."""
+    """The content of a published block never changes, however much of its request goes."""
     server = engine(H2O, max_num_batched_tokens=128)
     caches = server.worker.model_runner.kv_caches
     contents, compared = {}, []

@@ -1,4 +1,4 @@
-"""What kvzip's shadows have of the requests whose prompts they repeat, and what they leave out."""
+"""Shadows of kvzip have parts of the requests whose prompts they repeat, and leave others out."""
 
 from typing import ClassVar
 

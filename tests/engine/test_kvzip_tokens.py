@@ -62,7 +62,7 @@ def stored(server):
 
 
 def assert_like_oracle(dense, prompt, output, trace, policy, scores, told=None):
-    """What went, what each head keeps, and the probabilities of what was generated."""
+    """Compare the tokens that went, those that each head keeps, and the probabilities of the answer."""
     tokens = [*prompt, *output.outputs[0].token_ids]
     options = {k: v for k, v in policy.items() if k in Config.__dataclass_fields__}
     config = Config(policy="kvzip", block_size=BLOCK, **options)
@@ -236,8 +236,9 @@ def test_other_policies_beside_it(engine, model, shadows):
 
 @pytest.mark.parametrize("make", ["engine", "async_engine"])
 def test_load_beyond_the_pool(request, poisoned, model, shadows, make):
-    """Originals and shadows are preempted, aborted and begin again while freed blocks are full of NaN; all comes back, and
-    workers remember the scores that the scheduler does."""
+    """Originals and shadows are preempted, aborted and begin again while freed blocks are full of NaN; all comes back,
+    and workers remember the scores that the scheduler does.
+    """
     server = request.getfixturevalue(make)(
         {**SERVER, "buffer": 32, "allow": ["full"]}, model=model, blocks=66, max_num_batched_tokens=128
     )

@@ -1,5 +1,6 @@
-"""Workers that report no scores, or broken ones: it is said once, counted, and after a few times the oldest blocks go, so
-that bounds hold."""
+"""Workers that report no scores, or broken ones: it is said once, counted, and after a few times the oldest blocks go,
+so that bounds hold.
+"""
 
 import math
 import re
@@ -170,7 +171,7 @@ PRESSED = {"name": "h2o", "when": "pressure", "admit": True, "budget": 128, "buf
 
 
 def mangle(server, change):
-    """What workers report comes changed, if it is anything. Returns whether each was."""
+    """Change the reports of workers, if there are any. Returns whether each was."""
     end, changed = server.worker.kv_evict.end, []
 
     def mangled(all_reduce):

@@ -17,7 +17,7 @@ EVICTING = [name for name, policy in POLICIES.items() if name not in ("full", "k
 
 
 def granted(server, prompt, name):
-    """What a request runs under, in the words of a configuration."""
+    """Return the policy of a request, in the words of a configuration."""
     return server.scheduler.kv_policy.for_request({"kv_policy": name}, len(prompt), 32).to_dict()
 
 

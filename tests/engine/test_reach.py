@@ -57,7 +57,8 @@ def check_classes(engine, dense, size=BLOCK, atol=2e-3, beside=None, **options):
 
 
 def check_agents(engine, blocks, whole=True, **options):
-    """Turns of agents, each a request with the whole history, hit what full attention has on the host; answers are stock's.
+    """Turns of agents, each a request with the whole history, hit what full attention has on the host; answers are
+    stock's.
 
     `blocks`: pool; `whole`: whether the other layers' parts of each prefix stay there from turn to turn, so that hits are
     as long as those of stock with an endless pool; `options`: of the engine.
@@ -257,7 +258,7 @@ def test_a_budget_that_covers_all_changes_no_bit(engine):
 @pytest.mark.both_runners("engine")
 @pytest.mark.parametrize("make", ["engine", "async_engine"])
 def test_contexts_are_published_whole_and_what_decodes_read_less_is_not(request, deep, stock, make):
-    """What is published is stock's, though most of it left the device as soon as it was computed."""
+    """Published blocks are stock's, though most of it left the device as soon as it was computed."""
     server = request.getfixturevalue(make)(REACH, model=deep, max_model_len=1024, enable_prefix_caching=True)
     published = Published(server, stock)
     prompt = random_prompt(600)

@@ -355,7 +355,7 @@ def test_layers_that_read_everything_are_those_of_the_model(fields, message):
 
 
 def test_old_names_mean_the_new_fields_and_say_so(caplog):
-    """What a policy protects of eviction stays: `select_sink` goes without a field. Old defaults stay too."""
+    """Blocks that a policy protects from eviction stay: `select_sink` goes without a field. Old defaults stay too."""
     _warn_of_old_name.cache_clear()
     old = {"select": 1024, "select_every": 4, "select_sink": 32, "filter_layers": [1, 3], "select_bounds": "box"}
     with caplog.at_level("WARNING", logger="vllm.evict"):
@@ -441,7 +441,7 @@ def test_old_names_that_mean_nothing_new_are_refused(fields, message):
 @pytest.mark.parametrize("size", [16, 32, 128, 528, 2096])
 @pytest.mark.parametrize("read", [100, 512, 2048])
 def test_sizes_that_nobody_gave_follow_what_is_read(size, read):
-    """As sinks and recent tokens follow a budget: a choice is left, and what was given stays."""
+    """Sizes follow `read` as they follow a budget: a choice is left, and what was given stays."""
     config = KVPolicyConfig.parse({"name": "full", "read": read})
     blocks, sinks, recent = config.read_blocks(size)
     assert blocks == max(-(-read // size), 4) and blocks - sinks - recent >= 2
@@ -475,7 +475,7 @@ def test_requests_of_a_server_that_reads_less_measure_no_attention():
 
 @pytest.mark.parametrize("name", ["full", "keybound", "sink-window"])
 def test_a_request_of_another_policy_reads_as_its_server_does(name):
-    """What it fills is pure as long as layers read all of it, and they follow the server."""
+    """A block that it fills is pure as long as layers read all of it, and they follow the server."""
     allow = ["full", "keybound", "sink-window"]
     sizes = {"sink": 0, "recent": 64, **({} if name == "full" else {"budget": 2048})}
     server = KVPolicyConfig.parse({"name": name, "allow": allow, "read": 512, **sizes})

@@ -127,7 +127,7 @@ def in_order(weight, order, dim, heads, size):
 
 
 def permuted(name, weight, order):
-    """What a parameter of vLLM's should be loaded with, from what it is loaded with in the checkpoint's order."""
+    """Return a parameter of vLLM's as it should be loaded, from the one in the checkpoint's order."""
     if "qkv_proj" in name:
         q, k, v = weight.split([HEADS * SIZE, KV_HEADS * SIZE, KV_HEADS * SIZE])
         parts = [(q, HEADS), (k, KV_HEADS), (v, KV_HEADS)]

@@ -1,4 +1,4 @@
-"""What stands in for Model Runner V2's kernels does what they do under Triton's interpreter, to the bit."""
+"""Stand-ins for Model Runner V2's kernels do what these do under Triton's interpreter, to the bit."""
 
 import importlib
 import inspect
@@ -32,7 +32,8 @@ PLACES, LENGTH, VOCABULARY = 8, 100, (200, 1500)
 
 class Batch:
     """Random memory of a runner, and a batch of requests in it, some of which are prompts. Tensors are named as kernels
-    name them."""
+    name them.
+    """
 
     def __init__(self, seed):
         self.random = torch.Generator().manual_seed(seed)

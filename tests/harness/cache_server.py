@@ -62,7 +62,7 @@ class CacheServer:
 
 
 class SchedulerAdapter:
-    """What the connector asks the server on the scheduler's side."""
+    """The connector's requests to the server, on the scheduler's side."""
 
     lmcache_tokens_per_chunk = PER_CHUNK * BLOCK
 
@@ -98,7 +98,7 @@ class SchedulerAdapter:
 
 
 class WorkerAdapter:
-    """What the connector asks the server on the worker's side."""
+    """The connector's requests to the server, on the worker's side."""
 
     use_mla, is_first_rank_of_pp_group, is_kv_writer, is_healthy = False, True, True, True
 

@@ -1,4 +1,4 @@
-"""What tests of the configuration share: a policy, and what is said where something is refused."""
+"""Shared by tests of the configuration: a policy, and the words of refusals."""
 
 import pytest
 

@@ -16,7 +16,7 @@ NAN = float("nan")
 
 
 def prompt_blocks(engine, prompt):
-    """What an engine computes for a prompt: for each layer, the content of its blocks [blocks, ...]."""
+    """Return the cache of a prompt as an engine computes it: for each layer, the content of its blocks [blocks, ...]."""
     request_id, found = engine.add(prompt, max_tokens=2, extra_args={"kv_policy": "full"}), []
 
     def take(engine):
@@ -256,7 +256,7 @@ class HostWorker(OffloadingWorker):
                 self._copy(job)
 
     def content(self, place):
-        """What a host block holds, for each layer."""
+        """Return the content of a host block, for each layer."""
         return [host[place] for host in self._host]
 
 
@@ -270,8 +270,9 @@ class SimpleHostWorker:
         self._blocks = kv_cache_config.num_blocks
 
     def register_kv_caches(self, kv_caches):
-        """Layers with states have several tensors, and layers of several groups may have the same memory. A block of the
-        pool may be several kernel blocks."""
+        """Layers with states have several tensors, and layers of several groups may have the same memory. A block of
+        the pool may be several kernel blocks.
+        """
         self._caches = [
             cache.unflatten(0, (self._blocks, -1))
             for each in kv_caches.values()

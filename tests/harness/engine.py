@@ -44,7 +44,7 @@ def _register_kernels_once(register=getattr(CpuPlatform, REGISTER, lambda: None)
 
 @dataclass
 class Trace:
-    """What happened to one request since it (re)started.
+    """A record of one request since it (re)started.
 
     Attributes:
         steps: tokens of each step; rejected drafts are left out.
@@ -366,7 +366,7 @@ def leave_async(patched):
 
 @contextmanager
 def async_as_asked():
-    """See `leave_async`."""
+    """Leave engines asynchronous in a context, as `leave_async` does."""
     with pytest.MonkeyPatch.context() as patched:
         leave_async(patched)
         yield

@@ -1,4 +1,4 @@
-"""What tests of the evaluation harness share: documents, policies, rows of results."""
+"""Shared by tests of the evaluation harness: documents, policies, rows of results."""
 
 import gc
 import json

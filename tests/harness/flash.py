@@ -1,4 +1,5 @@
-"""FlashAttention without a GPU: the compiled functions that vLLM's backend calls, in plain torch, exacting about arguments.
+"""FlashAttention without a GPU: the compiled functions that vLLM's backend calls, in plain torch, exacting about
+arguments.
 
 The backend itself, its metadata builder and its layers' code are vLLM's own.
 """
@@ -127,7 +128,8 @@ class FlashAttention:
 
 
 def attention(queries, keys, values, scale, back=-1, sinks=None):
-    """Causal, aligned to the end: output [T, H, Dv] and LSE [H, T] of queries [T, H, D] over keys and values [S, Hkv, D].
+    """Causal, aligned to the end: output [T, H, Dv] and LSE [H, T] of queries [T, H, D] over keys and values [S, Hkv,
+    D].
 
     `back`: how many tokens before itself a query sees; -1: all. `sinks`: logits [H], or None.
     """
@@ -163,7 +165,9 @@ def triton_reshape_and_cache_flash_diffkv(key, value, kv_cache, slot_mapping, dt
 
 
 def _schedule(lens, starts, heads, kv_heads, dim):
-    """What a schedule was made for, in as many numbers as the kernel's has: one, and four for each request."""
+    """Return the batch that a schedule was made for, in as many numbers as the kernel's has: one, and four for each
+    request.
+    """
     requests = len(lens)
     schedule = torch.zeros(1 + 4 * (-(-requests // 4) * 4), dtype=torch.int32)
     schedule[0] = dim

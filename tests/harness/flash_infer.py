@@ -161,7 +161,7 @@ def get_seq_lens(indptr, last_page_len, page_size):
 
 
 class _Paged:
-    """What both wrappers have in common: a plan on the host, a schedule and page indices on the device."""
+    """Base class of both wrappers: a plan on the host, a schedule and page indices on the device."""
 
     calls: Counter
     sizes: list[int]
@@ -293,7 +293,7 @@ def _planned(q, keys, values, out, starts, indptr, indices, last_page_len, sched
 
 
 def _tabled(q, keys, values, out, starts, block_tables, seq_lens, max_seq_len, max_q_len, scale, value_scale, back):
-    """What reads block tables and lengths on the device."""
+    """A kernel that reads block tables and lengths on the device."""
     for each in (block_tables, seq_lens, starts):
         assert each.dtype == torch.int32 and each.is_contiguous()
     assert len(starts) == len(block_tables) + 1 and starts.diff().max() <= max_q_len

@@ -34,7 +34,7 @@ made_up = False
 
 
 class CaptureError(RuntimeError):
-    """What a CUDA graph can't hold, or would hold wrongly."""
+    """An operation that a CUDA graph can't hold, or would hold wrongly."""
 
 
 class Memory:
@@ -103,7 +103,7 @@ class Graph:
 
     @property
     def names(self):
-        """What a replay launches, in order: Triton kernels and stand-ins by name, ops as "aten.mm"."""
+        """Launches of a replay, in order: Triton kernels and stand-ins by name, ops as "aten.mm"."""
         return [launch.name for launch in self.launches]
 
     def replay(self):

@@ -49,8 +49,9 @@ def use_vllm_kernels() -> None:
     from triton.backends.driver import DriverBase
 
     class CPUDriver(DriverBase):
-        """Says that it is there; the interpreter asks a driver for nothing else. Modules whose kernels are autotuned make
-        one when they are imported."""
+        """Says that it is there; the interpreter asks a driver for nothing else. Modules whose kernels are autotuned
+        make one when they are imported.
+        """
 
         get_active_torch_device = get_benchmarker = get_current_target = map_python_to_cpp_type = lambda *_: None
 
@@ -101,7 +102,7 @@ def in_place_of(cpu_backend: str, backend: str) -> Iterator[None]:
 
 
 def _cut_its_overhead() -> None:
-    """What the interpreter does again and again is done once: it takes longer than the small kernels of tests. What they
+    """Work that the interpreter repeats is done once: it takes longer than the small kernels of tests. What they
     compute stays the interpreter's own."""
     import triton
     from triton import language
@@ -129,7 +130,9 @@ def _cut_its_overhead() -> None:
 
 
 def _take_masks(interpreter) -> None:
-    """A mask that numpy has made integers is one of booleans, as in a compiled kernel: vLLM's search for n-grams has one."""
+    """A mask that numpy has made integers is one of booleans, as in a compiled kernel: vLLM's search for n-grams has
+    one.
+    """
     builder = interpreter.InterpreterBuilder
     load, store = builder.create_masked_load, builder.create_masked_store
 

@@ -1,4 +1,4 @@
-"""What tests have run, by class of model, attention backend and model runner: the matrix of docs/limits.md.
+"""Tests that have run, by class of model, attention backend and model runner: the matrix of docs/limits.md.
 
     python tests/harness/matrix.py FILE...      run the tests marked `oracle`; VLLM_EVICT_TEST_RUNNER is the model runner
     python tests/harness/matrix.py              print the matrix

@@ -58,7 +58,9 @@ def orders_of(plan, kind):
 
 
 def batch_of(req_ids, starts, seq_lens, lens, logical=None, held=None, **more):
-    """What running sums read of a step's `StepBatch`; `lens` are on the device, and `held` the same on the host."""
+    """The part of a step's `StepBatch` that running sums read; `lens` are on the device, and `held` the same on the
+    host.
+    """
     known = {"verified": None, "lengths": None, "slack": None, "resident_tokens": held, **more}
     return SimpleNamespace(
         req_ids=req_ids, starts=starts, queries=np.diff(starts), seq_lens=seq_lens, lens=lens, logical=logical, **known

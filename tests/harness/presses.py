@@ -1,4 +1,4 @@
-"""What kvpress' presses and our engine keep of one prompt, and the text that follows it (test_kvpress.py)."""
+"""Tokens that kvpress' presses and our engine keep of one prompt, and the text that follows it (test_kvpress.py)."""
 
 import torch
 from transformers import DynamicCache, LlamaForCausalLM

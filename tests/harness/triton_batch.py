@@ -35,7 +35,7 @@ TOLERANCE = {F32: 3e-6, F16: 2e-3, BF16: 1.6e-2}
 
 @pytest.fixture(autouse=True)
 def interpreter_gaps(monkeypatch):
-    """What Triton 3.9's interpreter lacks."""
+    """Give Triton 3.9's interpreter what it lacks."""
     if ON_GPU:
         return
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
@@ -138,7 +138,7 @@ class Batch:
         return PagedAttention(self.query, self.keys, *lists, self.kernel_scale, *values, mass=mass, **options)
 
     def real_attention(self, mass=None, **options) -> PagedAttention:
-        """What an fp8 cache stands for."""
+        """Return the numbers that an fp8 cache stands for."""
         stands_for = {"key_cache": self.real_keys, "scale": self.scale, "value_cache": self.real_values}
         return replace(self.attention(mass, **options), value_scale=1.0, **stands_for)
 

@@ -159,7 +159,7 @@ def instructions(code: str) -> dict:
 
 
 def limits(found: list[dict], capability: int) -> dict[str, dict]:
-    """What the launches of each kernel and shape take at most, and how many of their programs fit on an SM."""
+    """Sizes of the launches of each kernel and shape, at most, and how many of their programs fit on an SM."""
     taken: dict[str, dict] = {}
     for kernel in found:
         registers = -(-kernel["registers"] // 8) * 8  # ptxas gives them out by eights
@@ -175,8 +175,9 @@ def limits(found: list[dict], capability: int) -> dict[str, dict]:
 
 
 def compiled(capability: int, shapes: Sequence[int] = (), **variables: str) -> list[dict]:
-    """What each launch takes on a GPU, of shapes by their number in `SHAPES` or of all; ptxas comes with Triton. A process
-    of its own, since tests interpret kernels."""
+    """Return the sizes of each launch on a GPU, of shapes by their number in `SHAPES` or of all; ptxas comes with
+    Triton. A process of its own, since tests interpret kernels.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_DEFAULT_FP_FUSION": "1", **variables}
     command = [sys.executable, __file__, *map(str, (capability, *shapes))]
@@ -249,7 +250,9 @@ def compile_bookkeeping(capability: int) -> None:
 
 
 def compile_reaching(shapes: list[tuple]) -> None:
-    """Of some shapes, by each index, of few queries and of tiles. Blocks that are smaller or of other dtypes take no more."""
+    """Of some shapes, by each index, of few queries and of tiles. Blocks that are smaller or of other dtypes take no
+    more.
+    """
     lens, wide, counts = ints(ROWS), ints(ROWS, WIDTH), ints(ROWS, 3)
     rows = ReachRows(*[lens] * len(OF_ROWS), wide, 8, most=4)
     for heads, kv_heads, dim, block_size, dtype, tokens, *_ in shapes:

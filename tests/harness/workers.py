@@ -33,7 +33,7 @@ class Workers(Engine):
         super().__init__(model, policy, distributed_executor_backend="mp", **kwargs)
 
     def ask(self, question, *args):
-        """What `question(worker, *args)` returns in each worker."""
+        """Return `question(worker, *args)` of each worker."""
         return self.llm.collective_rpc(question, args=args)
 
     def assert_nothing_left(self):
@@ -48,7 +48,7 @@ class Workers(Engine):
 
 
 def remembered(worker):
-    """What a worker remembers of requests."""
+    """Return a worker's memory of requests."""
     groups, sent = worker.kv_evict.groups, worker._ranks._sent
     assert len(sent) <= 3, "values of old steps were not let go"
     left = {"holes": [group.with_holes for group in groups], "sums": [len(sums_of(group) or ()) for group in groups]}
@@ -56,14 +56,14 @@ def remembered(worker):
 
 
 class Watched:
-    """What each worker of an engine does from now on."""
+    """The workers of an engine, which are watched from now on."""
 
     def __init__(self, server):
         self._server = server
         server.llm.collective_rpc(_watch)
 
     def masks(self):
-        """What each query of a request sees, as `watch_masks` has it; all workers agree on it."""
+        """Return what each query of a request sees, as `watch_masks` has it; all workers agree on it."""
         first, *others = self._server.llm.collective_rpc(lambda worker: worker.watched_masks)
         for other in others:
             assert other.keys() == first.keys() and all(other[each].equal(first[each]) for each in first)

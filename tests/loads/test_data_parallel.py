@@ -135,7 +135,7 @@ def models(tiny, tmp_path_factory):
 
 
 def results_of(model):
-    """What came out of a model's ranks, and the ranks of dummy batches."""
+    """Record the output of a model's ranks, and the ranks of dummy batches."""
     dummies = model / "dummies.txt"
     return json.loads((model / "answer.json").read_text()), dummies.read_text().split() if dummies.exists() else []
 

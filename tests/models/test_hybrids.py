@@ -228,8 +228,9 @@ def test_states_of_prompts_that_read_less_are_published_nowhere(engine, hybrids,
 @pytest.mark.both_runners("h2o")
 @pytest.mark.parametrize("name", ["h2o", "sink-window"])
 def test_a_prompts_end_is_published_over_no_hole(engine, hybrids, whole_chunks, name):
-    """vLLM publishes the end of a prompt that fills a block in part with the step that computes it, and the state there.
-    Another request needs room in that very step, and in the steps around it."""
+    """vLLM publishes the end of a prompt that fills a block in part with the step that computes it, and the state
+    there. Another request needs room in that very step, and in the steps around it.
+    """
     policy = {"name": name, "when": "pressure", "admit": True, "budget": 128, "sink": 32, "recent": 32, "buffer": 0}
     options = {
         **hybrids("falcon_h1"),
@@ -243,7 +244,7 @@ def test_a_prompts_end_is_published_over_no_hole(engine, hybrids, whole_chunks, 
     end = 19 * BLOCK - 16
 
     def look(server):
-        """What can be hit of the prompt is pure."""
+        """Tokens of the prompt that can be hit are pure."""
         for req_id, request in server.scheduler.requests.items():
             pure = server.scheduler.residents[req_id].pure_tokens
             if req_id.startswith("prompt") and pure is not None:

@@ -119,7 +119,7 @@ REACH = {"budget": 640, "sink": 128, "recent": 1, "read": 512, "hold": 3}
 @pytest.mark.both_runners(KIMI)
 @pytest.mark.parametrize("architecture", [LIGHTNING, KIMI])
 def test_layers_reach_blocks_of_the_host(engine, hybrids, poisoned, architecture):
-    """What a layer chooses of the pool's blocks its kernel reads by kernel blocks."""
+    """A layer chooses blocks of the pool, and its kernel reads them by kernel blocks."""
     folder, dense = hybrids(architecture)
     policy = {"name": "full", "evict": "host", "host": "256MiB", "buffer": 0, **REACH}
     server = engine(policy, model=folder, enable_prefix_caching=False, **OPTIONS)

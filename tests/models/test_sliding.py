@@ -446,7 +446,7 @@ def test_a_request_longer_than_the_pool_is_served(engine, models, layout):
 
 @pytest.mark.parametrize("layout, retained", [("two-full", None), ("in-turn", 0)], ids=["all-windows", "last-window"])
 def test_a_long_cached_prefix_does_not_starve_its_request(engine, models, layout, retained):
-    """What a hit would take, a chunk and windows are more than the pool has. A shorter hit needs other blocks of windows;
+    """A hit, a chunk and windows would take more than the pool has. A shorter hit needs other blocks of windows;
     where vLLM has not retained these, there is none."""
     windows, groups = LAYOUTS[layout]
     with_windows = sum(windows[group[0]] > 0 for group in groups)

@@ -79,7 +79,9 @@ def truths(tmp_path_factory):
 
 
 def masks(trace, tokens, window, block=BLOCK):
-    """What each query sees: bool [tokens, tokens] of layers that see all that is left, and of those with a window."""
+    """Return what each query sees: bool [tokens, tokens] of layers that see all that is left, and of those with a
+    window.
+    """
     back = torch.arange(tokens)[:, None] - torch.arange(tokens)
     seen, first = back >= 0, 0
     for count, evicted in zip(trace.steps, trace.evicted):

@@ -1,4 +1,6 @@
-"""Speculative decoding beside states: n-grams and MTP with Qwen3-Next, whose linear attention takes rejected drafts back."""
+"""Speculative decoding beside states: n-grams and MTP with Qwen3-Next, whose linear attention takes rejected drafts
+back.
+"""
 
 from importlib.metadata import version
 from types import SimpleNamespace
@@ -136,7 +138,9 @@ def test_states_that_do_not_take_drafts_back_are_refused(engine, mamba):
 
 
 def in_steps(*lengths):
-    """What vLLM's CPU kernel for GDN answers to the same tokens in rows of so many, all of which are accepted: [N, D]."""
+    """Return the answer of vLLM's CPU kernel for GDN to the same tokens in rows of so many, all of which are accepted:
+    [N, D].
+    """
     random, count, dim = torch.Generator().manual_seed(0), sum(lengths), 128
     weight, inputs, b, a, bias = (
         torch.randn(shape, generator=random).bfloat16() for shape in ((3 * dim, 4), (count, 3 * dim), *3 * [(count, 1)])

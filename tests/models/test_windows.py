@@ -68,7 +68,7 @@ def check_like_oracle(server, dense):
 
 @pytest.mark.both_runners
 def test_a_model_whose_window_covers_the_servers_length_loses_blocks(engine, long):
-    """As Phi-4-mini has one; the user has lowered the server's length to it here."""
+    """A window as Phi-4-mini has one; the user has lowered the server's length to it here."""
     server = engine(H2O, model=long, max_model_len=LONGEST)
     assert [len(group.layer_names) for group in server.scheduler.kv_cache_config.kv_cache_groups] == [3]
     check_like_oracle(server, dense_of(long, [None] * 3))

@@ -110,7 +110,9 @@ def test_what_is_here_already_is_not_loaded(pair, consumer, prompts):
 @pytest.mark.parametrize("waits", [True, False], ids=["before", "within"])
 @pytest.mark.parametrize("bad", [0, 5])
 def test_a_block_that_does_not_come_is_computed(consumer, prompts, monkeypatch, complaints, waits, bad):
-    """As in stock vLLM, with all that follow it. What a step computed over its garbage (NaN) counts for nothing."""
+    """A block that failed to load is computed again, as in stock vLLM, with all that follow it. What a step computed
+    over its garbage (NaN) counts for nothing.
+    """
     prompt = tuple(prompts[0])
     shelved = Shelf.prompts.pop(prompt)
     if bad:

@@ -71,7 +71,7 @@ def engines(engine, kind, tmp_path, monkeypatch, poisoned):
 
 
 def handed_on(server, prompts, others=()):
-    """What other engines get of prompts; requests `others` run meanwhile, and lose blocks."""
+    """Return the blocks of prompts that other engines get; requests `others` run meanwhile, and lose blocks."""
     Shelf.prompts = {}
     for prompt in others:
         server.add(prompt, max_tokens=40)

@@ -93,7 +93,7 @@ class Bystander(threading.Thread):
 
     @classmethod
     def beside(cls, address, work):
-        """What `work` returns, and the client: it has an answer before the work begins, and asks until it ends."""
+        """Return the result of `work`, and the client: it has an answer before the work begins, and asks until it ends."""
         client = cls(address)
         client.start()
         try:
@@ -135,7 +135,9 @@ def send(server, sent):  # noqa: F811
 
 
 def test_wrong_requests_are_the_clients_fault_and_cost_others_nothing(server):  # noqa: F811
-    """Each gets a 4xx that says what is wrong; nothing is logged as an error; the books and a right answer are as before."""
+    """Each gets a 4xx that says what is wrong; nothing is logged as an error; the books and a right answer are as
+    before.
+    """
     sent = list(itertools.islice(bodies(3, 1_000_000), CASES))
     # As many bytes in an argument that is another extension's: what stock vLLM takes to read them.
     stock = [

@@ -1,4 +1,6 @@
-"""Blocks on the host beside windows, chunks, latents and states, and by several connectors: hits are what stock vLLM computes."""
+"""Blocks on the host beside windows, chunks, latents and states, and by several connectors: hits are what stock vLLM
+computes.
+"""
 
 import importlib.util
 
@@ -81,7 +83,7 @@ REACHED = [case for case in CASES if case[1] in (OFFLOADING, SIMPLE)]
 @pytest.mark.nightly(push=("latents-OffloadingConnector", "sliding windows-SimpleCPUOffloadConnector"))
 @pytest.mark.parametrize("kind, transfer", REACHED, ids=[f"{kind}-{each['kv_connector']}" for kind, each in REACHED])
 def test_hits_beside_blocks_that_layers_read_on_the_host(engine, folder, kind, transfer, monkeypatch, poisoned):
-    """What decodes that read less computed is stored no more; prompts that are loaded go to the host down to the budget."""
+    """Blocks of decodes that read less are stored no more; prompts that are loaded go to the host down to the budget."""
     check_hits(engine, folder, kind, transfer, monkeypatch, REACH)
 
 

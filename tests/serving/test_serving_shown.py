@@ -1,4 +1,4 @@
-"""What a server with a policy tells: usage, metrics, lines at start; and shapes of models that it serves."""
+"""A server with a policy tells usage, metrics, lines at start; and shapes of models that it serves."""
 
 import logging
 

@@ -49,7 +49,7 @@ def test_turns_go_on_with_the_holes_and_scores_of_former_ones(engine, dense, nam
     ids=QUEUED.get,
 )
 def test_with_steps_in_flight(async_engine, dense, monkeypatch, name, queued):
-    """What a step in flight computed beyond the end of its turn is dropped, and computed again over holes."""
+    """Tokens that a step in flight computed beyond the end of its turn are dropped, and computed again over holes."""
     server = async_engine(POLICIES[name], max_num_batched_tokens=CHUNK)
     sessions = Sessions(server, monkeypatch)
     talk(sessions, TURNS, queued=queued)
@@ -175,7 +175,9 @@ def test_sessions_wait_for_their_turns_within_their_budgets(engine, poisoned, na
 @pytest.mark.both_runners("token")
 @pytest.mark.parametrize("granularity", ["block", "token"])
 def test_a_turn_that_ends_over_its_trigger_leaves_room_for_the_next(engine, poisoned, granularity):
-    """Nothing is decided after a turn by token, nor if the next turn is there. The pool is the smallest that is accepted."""
+    """Nothing is decided after a turn by token, nor if the next turn is there. The pool is the smallest that is
+    accepted.
+    """
     policy = {"name": "h2o", "budget": 128, "buffer": 0, "sink": 32, "recent": 32, "granularity": granularity}
     server = engine(policy, blocks=(128 + CHUNK) // BLOCK + 2, max_num_batched_tokens=CHUNK, max_model_len=1024)
     sessions = Sessions(server)
@@ -275,7 +277,7 @@ def test_a_smaller_budget_holds_from_the_next_step_on(engine):
 
 
 def test_the_front_end_refuses_another_policy(engine):
-    """As `AsyncLLM.generate` takes a stream of inputs in."""
+    """Yield inputs as `AsyncLLM.generate` takes a stream of them in."""
     server = engine({**H2O, "budget": 0.5})
     sent, delta = [], {"output_kind": RequestOutputKind.DELTA}
 

@@ -30,7 +30,7 @@ PROMPTS = [random_prompt(length, length) for length in (330, 250)]
 
 @pytest.fixture(autouse=True)
 def forgetful(monkeypatch):
-    """What vLLM's GPU worker does by its allocator: level 1 gives up the cache, level 2 the weights too."""
+    """Sleep as vLLM's GPU worker does by its allocator: level 1 gives up the cache, level 2 the weights too."""
 
     def sleep(self, level=1):
         self.discard(("kv_cache",))
@@ -111,7 +111,9 @@ def test_requests_that_wait_for_the_waking_start_over(engine, tiny, name, specul
 
 @pytest.mark.parametrize("name", ["h2o-tokens", "kvzip", "host", "adakv"])
 def test_after_a_reload_requests_are_served_by_the_new_weights(engine, other, name):
-    """What an earlier request left (its prefix, the scores of its prompt) is of the old weights, and not used."""
+    """Everything that an earlier request left (its prefix, the scores of its prompt) is of the old weights, and not
+    used.
+    """
     server = engine(POLICIES[name])
     before = answers(server)
     server.llm.sleep(level=2)
@@ -123,7 +125,9 @@ def test_after_a_reload_requests_are_served_by_the_new_weights(engine, other, na
 
 
 def test_weights_change_under_requests_that_wait(engine, tiny, other, poisoned):
-    """Paused, reloaded, resumed: what a request had generated stays, and the rest is the new weights' with their evictions."""
+    """Paused, reloaded, resumed: what a request had generated stays, and the rest is the new weights' with their
+    evictions.
+    """
     server, steps = engine(POLICIES["h2o"], max_num_batched_tokens=96), 0
 
     def reload(server):

@@ -28,7 +28,7 @@ FOUND = {
 
 
 def results(demo, model):
-    """What a good run gives: the demo on a model, runs, needles found."""
+    """Return the output of a good run: the demo on a model, runs, needles found."""
     whole = demo.Run(
         seconds=3.0,
         cpu_seconds=3.0,

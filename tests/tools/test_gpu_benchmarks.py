@@ -421,7 +421,7 @@ def test_a_row_that_fails_is_said_and_the_rest_runs(bench, monkeypatch, tmp_path
 
 @pytest.mark.parametrize("name", ["paper", "latency", "step"])
 def test_rows_under_async_scheduling(bench, monkeypatch, async_stays, tmp_path, name):
-    """As on a GPU."""
+    """Run as on a GPU."""
     specification = bench.specification
 
     def asynchronous(*args):

@@ -215,7 +215,7 @@ def test_as_a_command():
 
 @pytest.mark.parametrize("target", ["check-gpu", "bench-gpu"])
 def test_a_python_without_the_plugin_is_told_what_to_install(tmp_path, target):
-    """As before any set-up: the Python that make finds has none of the packages."""
+    """Before any set-up, the Python that make finds has none of the packages."""
     python = tmp_path / "bare"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')
     python.chmod(0o755)

@@ -39,7 +39,7 @@ def test_needles_are_kept_before_anybody_asks(engine, record_property):
 
 
 def answer(server, prompts, ids):
-    """What comes after a prompt, whose last 8 tokens come 4 at a time, and blocks evicted."""
+    """Return the answer to a prompt, whose last 8 tokens come 4 at a time, and blocks evicted."""
 
     def slow_down(server):
         for request in server.scheduler.running:

@@ -154,7 +154,7 @@ SCRIPT = textwrap.dedent(
 
 
 def run(*command, **environment):
-    """What a script that starts its own cluster printed."""
+    """Return the output of a script that starts its own cluster."""
     environment = {
         **os.environ,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",

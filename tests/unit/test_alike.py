@@ -29,7 +29,7 @@ KEYS = {
 
 @pytest.fixture(params=["bfloat16", "float32"])
 def quick(request, monkeypatch):
-    """What the search multiplies in at first."""
+    """A machine whose search multiplies in this dtype first."""
     monkeypatch.setattr(alike, "kernel_path", lambda: {"bfloat16": "avx512_bf16", "float32": "avx2"}[request.param])
 
 

@@ -1,4 +1,4 @@
-"""What scored rows say of an answer, how they are scored, and the intervals of shares."""
+"""Verdicts from scored rows of an answer, their scores, and the intervals of shares."""
 
 from collections import Counter
 from types import SimpleNamespace

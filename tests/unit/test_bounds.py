@@ -26,7 +26,9 @@ def make_keys(shape, dtype, kind):
 
 
 def most(query, bounds):
-    """What a block's bounds let a product be, in exact arithmetic (float64) on what is stored: loops alone."""
+    """Return the largest product that a block's bounds allow, in exact arithmetic (float64) on what is stored: loops
+    alone.
+    """
     query, bounds = [float(x) for x in query], [float(x) for x in bounds]
     dims = len(query)
     return sum(max(query[i] * bounds[i], query[i] * bounds[dims + i]) for i in range(dims))

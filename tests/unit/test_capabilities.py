@@ -438,7 +438,7 @@ COLUMNS = {
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_what_tests_wrote_down_is_what_the_table_says(kind):
-    """What the table refuses has not run, "no test runs" included, and what ran is not refused."""
+    """Pairs that the table refuses have not run, "no test runs" included, and what ran is not refused."""
     known = json.loads(matrix.RESULTS.read_text())
     cannot = {column for column, feature in COLUMNS.items() if feature in CLASSES[kind].cannot_stand}
     assert cannot == set(known["refused"][kind]) & COLUMNS.keys()

@@ -213,7 +213,7 @@ def test_layers_may_lie_in_one_tensor():
 
 @pytest.mark.parametrize("layout,dtype", [("vec", F8), ("amx", F8), ("vec", F32), ("amx", BF16)])
 def test_packed_as_vllm_does(layout, dtype):
-    """What vLLM writes token by token is what compact makes of it."""
+    """Tokens written one by one, as vLLM does, equal what compact makes of them."""
     block_size, heads, dim = 32, 2, 64
     cache = torch.zeros(5, heads, 2 * block_size, dim, dtype=U8 if dtype == F8 else dtype)
     stored, options = cache.chunk(2, 2), {"kv_cache_dtype": "fp8"} if dtype == F8 else {}

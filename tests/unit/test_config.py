@@ -1,4 +1,4 @@
-"""What users may write, and what they are told when it is wrong."""
+"""Policies that users may write, and the messages for those that are wrong."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""What a request may ask for, what it is granted, and what it is told when that is refused."""
+"""Fields of a request, the sizes that it is granted, and the messages of refusals."""
 
 import difflib
 import itertools

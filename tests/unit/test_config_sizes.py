@@ -1,4 +1,4 @@
-"""What a policy means in blocks, for servers, and sizes that are not given."""
+"""Sizes of a policy in blocks, for servers, and sizes that are not given."""
 
 import itertools
 import math
@@ -40,7 +40,7 @@ def test_limits(options, block, prompt, expected):
 
 
 def test_shares_are_exact():
-    """As decimal fractions: in floating point 0.07 of 100 is more than 7."""
+    """Shares are decimal fractions: in floating point 0.07 of 100 is more than 7."""
     for hundredth in range(1, 100):
         config = parse({"name": "h2o", "budget": hundredth / 100, "sink": 16, "recent": 16, "buffer": 0})
         for count in (100, 700, 1000, 19_936):

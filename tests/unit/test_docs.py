@@ -1,4 +1,4 @@
-"""What README and docs say of commands and policies: that they exist, and that their defaults are these."""
+"""Commands and policies of README and docs exist, and have the defaults that these say."""
 
 import functools
 import importlib.util

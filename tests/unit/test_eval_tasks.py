@@ -22,7 +22,7 @@ from vllm_evict.tools.eval.score import METRICS, rouge_l, score
 
 
 def solve(task, text, question):
-    """What a careful reader answers, by reading the facts in the text: written apart from the generators."""
+    """Answer as a careful reader does, by reading the facts in the text: written apart from the generators."""
     if task == "count":
         return words.NUMBERS[
             len(re.findall(rf" finds {re.fullmatch('how many times is (a .+) found.', question)[1]}", text))

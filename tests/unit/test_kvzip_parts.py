@@ -60,7 +60,7 @@ def test_scores_are_found_by_prefix_and_bounded():
 
 
 class NaiveScores:
-    """What `Scores` promises, by looking through all prompts. A block's hash is all that leads up to it."""
+    """Keeps the promises of `Scores`, by looking through all prompts. A block's hash is all that leads up to it."""
 
     def __init__(self, most):
         self.most, self.prompts, self.used = most, [], []

@@ -1,4 +1,6 @@
-"""Rooms of the package and what each may import, in functions and by name too; only `integration` and `tools` know vLLM."""
+"""Rooms of the package and what each may import, in functions and by name too; only `integration` and `tools` know
+vLLM.
+"""
 
 import ast
 import re
@@ -136,7 +138,7 @@ def test_rooms_import_only_what_they_may(room):
     assert seen > 3
 
 
-#: Feature in a folder of its own -> fields of policies that nobody else reads.
+#: Feature in a folder of its own -> fields of policies that no other part reads.
 FIELDS = {"context": {"context"}, "audit": {"audit", "tuned"}, "kvzip": {"instruction"}, "read": {"read_prompts"}}
 #: Who may read any field, and name what is told to go with what: configuration, and what was tried on which servers.
 READ_ALL = ("config/", "integration/start/capabilities/", "tools/")
@@ -200,7 +202,7 @@ def test_a_name_is_one_class():
 
 
 def test_core_runs_without_torch_and_vllm():
-    """What decides is tested, and can be read, without what computes."""
+    """Code that decides is tested, and can be read, without code that computes."""
     check = (
         "import sys; sys.modules['torch'] = sys.modules['vllm'] = None\n"
         "import vllm_evict.core.mechanisms, vllm_evict.core.actions, vllm_evict.core.usage, vllm_evict.core.layout\n"

@@ -277,7 +277,9 @@ def test_a_nan_key_gives_nan_mass(isa, shape, per_token):
 @each_isa
 @pytest.mark.parametrize("layout", ["vec", "amx"])
 def test_nan_of_e4m3_counts_as_480(isa, layout):
-    """As in vLLM's kernels, which write none: one such element of a key makes another score, and no NaN."""
+    """Caches have no such numbers, as vLLM's kernels write none: one such element of a key makes another score, and no
+    NaN.
+    """
     batch = Batch([1], [1], heads=(1, 1), dtype=E4M3, layout=layout)
     for number, score in ((torch.nan, 480.0), (-448.0, -448.0)):
         batch.key_cache[:] = torch.full(batch.key_cache.shape, 0.0).to(E4M3)

@@ -63,7 +63,7 @@ class Served:
         return (CPUOps().read(SimpleNamespace(isa="vec"), cache, physical, values) for cache in self.caches)
 
     def write(self):
-        """What is computed, into the caches."""
+        """Compute into the caches."""
         for (_, k, v), cache in zip(self.layers, self.caches):
             for block, physical in enumerate(self.table.tolist()):
                 part = slice(block * SIZE, min((block + 1) * SIZE, self.computed))

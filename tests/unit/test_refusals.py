@@ -1,4 +1,4 @@
-"""What cannot be served right is refused at start: by name, with what to do instead, and only with a policy."""
+"""Servers that would be wrong are refused at start: by name, with what to do instead, and only with a policy."""
 
 import argparse
 import ast

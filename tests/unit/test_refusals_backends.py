@@ -14,7 +14,7 @@ from vllm_evict.integration.start.capabilities import environments, refuse, serv
 
 
 def plain_config(**changes):
-    """What `check_config` looks at, of an engine that can be served."""
+    """Return the parts of a configuration that `check_config` looks at, of an engine that can be served."""
     config = SimpleNamespace(
         model_config=SimpleNamespace(
             hf_text_config=SimpleNamespace(),
@@ -107,7 +107,7 @@ def test_the_way_out_of_drafts_on_model_runner_v2_before_they_are_served_there(m
 
 @pytest.mark.parametrize("backend", [None, *SERVED])
 def test_a_gpu_may_have_what_vllm_chooses(backend, monkeypatch):
-    """What that is, only layers say; batch-invariant kernels, and ROCm's, are none of ours."""
+    """Only layers say which backend it is; batch-invariant kernels, and ROCm's, are none of ours."""
     served = plain_config(device_config__device_type="cuda", attention_config__backend=backend)
     refuse.check_config(served, KVPolicyConfig.parse(H2O))
     monkeypatch.setattr(environments.envs, "VLLM_BATCH_INVARIANT", True, raising=False)

@@ -1,4 +1,4 @@
-"""What a GPU's attention backends and kernels refuse, and what is taken in their place."""
+"""Refusals by a GPU's attention backends and kernels, and what is taken in their place."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What is refused under pipeline parallelism, by name and with the way around."""
+"""Refusals under pipeline parallelism, by name and with the way around."""
 
 from types import SimpleNamespace
 

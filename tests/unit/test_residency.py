@@ -1,4 +1,4 @@
-"""What stays of one request: the choice against a brute-force rewrite, on random requests."""
+"""The blocks of one request that stay: the choice against a brute-force rewrite, on random requests."""
 
 import math
 from types import SimpleNamespace

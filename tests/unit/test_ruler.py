@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
 
 
 def solve(subset, text, question):
-    """What a careful reader answers, by reading the text: written apart from the generators."""
+    """Answer as a careful reader does, by reading the text: written apart from the generators."""
     if subset == "vt":
         (value,) = re.findall(r"assigned the value (\d+) in the text above", question)
         names, told = [], dict(re.findall(r"VAR (\w+) = (?:VAR )?(\w+)", text))

@@ -1,4 +1,6 @@
-"""What a refusal advises is itself served: each way out that a message names is gone, and none of them goes in circles."""
+"""The advice of a refusal is itself served: each way out that a message names is gone, and none of them goes in
+circles.
+"""
 
 import re
 
@@ -16,7 +18,7 @@ MOST = 6
 
 
 def changed(before, changes):
-    """What was set before, with changes; None leaves a field out."""
+    """Return what was set before, with changes; None leaves a field out."""
     return {name: value for name, value in {**before, **changes}.items() if value is not None or name not in changes}
 
 
@@ -160,7 +162,7 @@ WAYS = {
 
 
 def messages_of(changes, policy):
-    """What -> ways out, of each message that refuses a policy on a server."""
+    """Return what -> ways out, of each message that refuses a policy on a server."""
     try:
         refuse.check_config(server_of(changes), KVPolicyConfig.parse(policy))
     except refuse.Refused as error:

@@ -1,4 +1,4 @@
-"""What vllm_evict relies on in vLLM, and whether a release of vLLM still has it.
+"""Facts of vLLM on which vllm_evict relies, and whether a release of vLLM still has them.
 
 | module | what it does |
 |---|---|

@@ -40,7 +40,7 @@ def touched() -> set[str]:
 
 
 def own(ours: Sources, place: Place) -> Found | None:
-    """What the plugin puts in a place: a member of that name, or the function that the table names."""
+    """Return the plugin's part in a place: a member of that name, or the function that the table names."""
     path, name = place.ours.split()
     module, _, holder = f"vllm_evict.{path}".partition(":")
     found = ours.find(module, holder)
@@ -70,7 +70,7 @@ def imported(ours: Sources) -> dict[str, list[str]]:
 
 
 def extract(sources: Sources, ours: Sources) -> Facts:
-    """What a release has of all this, as JSON can hold it."""
+    """Return a release's facts, as JSON can hold them."""
     functions = {place.where for place in replaced()} | CALLED.keys()
     return {
         "functions": {where: _function(sources, where) for where in sorted(functions)},
@@ -119,7 +119,7 @@ def _evidence(sources: Sources, where: str, does: tuple[str, ...]) -> list[str |
 
 
 def complaints(known: Facts, version: str, ours: Sources) -> list[str]:
-    """What of a release's facts does not hold, one line each."""
+    """Return the facts that do not hold in a release, one line each."""
     return [
         *_check_replaced(known["functions"], ours),
         *_check_called(known["functions"]),

@@ -1,4 +1,6 @@
-"""What vLLM's code does that the plugin relies on and no run would tell: broken, they give wrong answers, not errors."""
+"""Habits of vLLM's code on which the plugin relies and of which no run would tell: broken, they give wrong answers, not
+errors.
+"""
 
 from dataclasses import dataclass
 

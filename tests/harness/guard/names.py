@@ -1,4 +1,5 @@
-"""What vllm_evict replaces and calls in vLLM, by name: each has to be there and to fit, in every supported release.
+"""Functions and classes of vLLM that vllm_evict replaces or calls, by name: each has to be there and to fit, in every
+supported release.
 
 Names that the plugin only imports are no entries: `check` finds them in the plugin's sources.
 """

@@ -1,4 +1,6 @@
-"""Cases, which are engines, and programs, which are what requests do in them; both follow from their numbers (embedded.py)."""
+"""Cases, which are engines, and programs, which are what requests do in them; both follow from their numbers
+(embedded.py).
+"""
 
 import random
 from dataclasses import dataclass
@@ -380,7 +382,7 @@ def _wide(kind):
 
 
 def make_program(case, number, requests):
-    """What requests do: a list of dicts in the order of their steps, ready for JSON.
+    """Return the program of requests: a list of dicts in the order of their steps, ready for JSON.
 
     Each dict has `at`, the step before which it happens. A reset of the prefix cache has `reset` (True: running requests
     start over). An adapter that is loaded again has its number as `reload`, and `in_place`. A request has its `number`, `prompt` (pieces of random prompts: seed, tokens), `tokens` (max_tokens) and

@@ -1,4 +1,4 @@
-"""What slots of blocks hold in a load without a model, and what its worker knows and counts (double.py)."""
+"""Contents of blocks in a load without a model, and the knowledge and counts of its worker (double.py)."""
 
 import zlib
 from dataclasses import dataclass, field
@@ -54,7 +54,7 @@ class Fault(AssertionError):
 
 @dataclass
 class Row:
-    """What the worker knows of a request.
+    """The worker's knowledge of a request.
 
     Attributes:
         tokens: ids, of the prompt and sampled.
@@ -111,7 +111,7 @@ class Row:
 
 @dataclass
 class Counts:
-    """What the load has made happen."""
+    """Counts of what the load has made happen."""
 
     steps: int = 0
     tokens: int = 0

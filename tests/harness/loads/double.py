@@ -301,7 +301,7 @@ class Worker:
                 row.tables[group] = blocks
 
     def _take_orders(self, plan: EvictionPlan) -> None:
-        """What is measured, and scores of reconstructed prompts."""
+        """Note which requests are measured, and take scores of reconstructed prompts."""
         for number, told in enumerate(plan.groups):
             for req_id in told.untrack:
                 if req_id in self.rows:

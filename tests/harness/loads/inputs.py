@@ -1,4 +1,5 @@
-"""Wrong inputs for every field of a policy and of a request, from a grammar of types, sizes, nestings, encodings and lengths.
+"""Wrong inputs for every field of a policy and of a request, from a grammar of types, sizes, nestings, encodings and
+lengths.
 
 `fits` says by itself which values a field may have, so that a case that ought to be refused is one by this file's word
 and not by the plugin's. By hand, for the figures of docs/results.md:
@@ -226,7 +227,7 @@ class Grammar:
         )()
 
     def thing(self) -> Any:
-        """What only Python has."""
+        """Return a value that only Python has."""
         return self.random.choice(
             [
                 *(object, int, Hostile, Decimal, Fraction, recursive),
@@ -419,7 +420,7 @@ def request_fits(field: str, value: Any) -> bool:
 
 
 def complaint(message: str) -> str | None:
-    """What is wrong with a message that refuses; None if nothing is."""
+    """Return the flaw of a message that refuses; None if it has none."""
     if not message.isprintable():
         return "has characters that can't be printed, or more than one line"
     if len(message) > 1500:

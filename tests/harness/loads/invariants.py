@@ -1,4 +1,4 @@
-"""What has to hold after each step of a load on the schedulers; scheduler.py says what each invariant is."""
+"""Invariants after each step of a load on the schedulers; scheduler.py says what each invariant is."""
 
 import math
 from collections import Counter
@@ -153,7 +153,7 @@ class Invariants(HostInvariants):
                     raise Fault("bound", f"{req_id}: {total} blocks of all groups together, above {most}")
 
     def _check_floors(self, plan: Any) -> None:
-        """What went since the last step is neither sink nor recent, nor of a prompt that stays whole.
+        """Blocks that went since the last step are neither sinks nor recent, nor of a prompt that stays whole.
 
         It leaves what the policy keeps.
         """

@@ -146,7 +146,7 @@ class Program:
 
     @classmethod
     def parse(cls, text: str) -> "Program":
-        """What `str` has written."""
+        """Return the object that `str` has written."""
         values = json.loads(text)
         return cls(Settings(**values["settings"]), tuple(Op(**op) for op in values["ops"]))
 
@@ -458,7 +458,7 @@ class Maker:
         yield from sorted(ops, key=lambda op: op.at)
 
     def _asks(self, config: KVPolicyConfig | None, settings: Settings) -> dict[str, Any]:
-        """What a request asks for: mostly what it may have."""
+        """Return the fields of a request, mostly such as it may have."""
         if config is None:
             return {}
         ask: dict[str, Any] = {}

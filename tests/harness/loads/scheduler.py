@@ -376,7 +376,7 @@ class Simulation(Invariants):
         part.judge = judged  # type: ignore[method-assign]
 
     def _watch_shown(self) -> None:
-        """See that what is sent, and was sent before, are the blocks that requests of each policy hold."""
+        """Check that what is sent, and was sent before, are the blocks that requests of each policy hold."""
         make_stats = self.scheduler.make_stats
 
         def watched(*args: Any, **kwargs: Any) -> Any:

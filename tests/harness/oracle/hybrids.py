@@ -139,13 +139,15 @@ class DenseHybrid:
         return [torch.zeros(0, dtype=torch.long), {}]
 
     def crop(self, cache, length):
-        """As `DenseLlama.crop`."""
+        """Crop as `DenseLlama.crop` does."""
         tokens, masks = cache
         cache[:] = tokens[:length], {layer: mask[:, :length, :length] for layer, mask in masks.items()}
 
     @torch.no_grad()
     def forward(self, ids, cache, mask, want_probs=False):
-        """As `DenseLlama.forward`, with one mask for all heads, or a function that makes one of each layer."""
+        """Compute as `DenseLlama.forward` does, with one mask for all heads, or a function that makes one of each
+        layer.
+        """
         tokens, self._masks = cache
         first = self._first = len(tokens)
         self._begin(mask)

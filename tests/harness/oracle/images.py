@@ -125,7 +125,9 @@ def projection(model):
 
 
 def processor(kind, path):
-    """As checkpoints of the kind have it; images of Qwen's kinds have a token for 28 × 28 or 32 × 32 pixels."""
+    """Make a processor as checkpoints of the kind have it; images of Qwen's kinds have a token for 28 × 28 or 32 × 32
+    pixels.
+    """
     import transformers as hf
 
     named = NAMED if kind in PREFIX_LM else {}
@@ -185,8 +187,9 @@ class DenseImages:
 
     @torch.no_grad()
     def forward(self, ids, cache, mask, want_probs=False):
-        """As `DenseLlama.forward`. The rest of the prompt, with its images, is computed too, and seen by no token
-        before it."""
+        """Compute as `DenseLlama.forward` does. The rest of the prompt, with its images, is computed too, and seen by
+        no token before it.
+        """
         tokens, before = cache
         first = len(tokens)
         tokens = torch.cat([tokens, torch.as_tensor(ids, dtype=torch.long)])
@@ -220,7 +223,7 @@ class DenseImages:
         cache[:] = cache[0][:count], [seen[:, :count, :count] for seen in cache[1]]
 
     def seen_by(self, first):
-        """What queries from the `first` on have seen: bool [Q, N]."""
+        """Return what queries from the `first` on have seen: bool [Q, N]."""
         return self._masks[0][0, first:]
 
     def _attend(self, module, query, key, value, attention_mask, scaling, **kwargs):

@@ -63,7 +63,7 @@ def make_latent_hybrid(path: Path, architecture: str, vocab: int = VOCAB) -> Pat
 
 
 def names_of(architecture: str) -> dict[str, str]:
-    """What a checkpoint calls its embeddings, attention, and the last projection of layers with latents."""
+    """A checkpoint's names of its embeddings, attention, and the last projection of layers with latents."""
     if architecture == "KimiLinearForCausalLM":
         return {"embed": "model.embed_tokens.weight", "attention": "self_attn.", "out": "o_proj"}
     return {"embed": "model.word_embeddings.weight", "attention": "attention.", "out": "dense"}
@@ -162,14 +162,14 @@ class DenseLatentHybrid:
         return [torch.zeros(0, dtype=torch.long), {}]
 
     def crop(self, cache, length):
-        """As `DenseLlama.crop`."""
+        """Crop as `DenseLlama.crop` does."""
         tokens, masks = cache
         cache[:] = tokens[:length], {layer: mask[..., :length, :length] for layer, mask in masks.items()}
 
     @torch.no_grad()
     def forward(self, ids, cache, mask, want_probs=False):
-        """As `DenseLlama.forward`, with one mask for all heads, or a function of a layer, absorbed queries [Q, H, C + R]
-        and cached keys [N, 1, C + R] that returns it.
+        """Compute as `DenseLlama.forward` does, with one mask for all heads, or a function of a layer, absorbed queries
+        [Q, H, C + R] and cached keys [N, 1, C + R] that returns it.
         """
         tokens, masks = cache
         first = len(tokens)

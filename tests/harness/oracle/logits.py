@@ -1,5 +1,5 @@
-"""Random tiny models with attention of their own: soft caps (Gemma 2), learned sinks (gpt-oss), shared caches (Gemma 3n, 4),
-keys and values of unlike dimensions (MiMo-V2), chunks of local attention (Llama 4).
+"""Random tiny models with attention of their own: soft caps (Gemma 2), learned sinks (gpt-oss), shared caches (Gemma
+3n, 4), keys and values of unlike dimensions (MiMo-V2), chunks of local attention (Llama 4).
 
 transformers computes everything but attention; attention is written out here, under explicit masks.
 """
@@ -62,7 +62,9 @@ SINKS = (4.0, 14.0, 18.0, 22.0)
 
 
 def make_tiny(path: Path, kind: str, **sizes: int) -> Path:
-    """Write a random model of a kind in `KINDS`, `SHARING` or `UNLIKE` to a directory; `sizes` take the place of others."""
+    """Write a random model of a kind in `KINDS`, `SHARING` or `UNLIKE` to a directory; `sizes` take the place of
+    others.
+    """
     config = AutoConfig.for_model(kind, **{**SIZES, **(KINDS | SHARING | UNLIKE)[kind], **sizes})
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -122,12 +124,14 @@ class DenseLogits:
         return [tuple(torch.zeros(0, its, dim) for dim in (self.head_dim, self.value_dim)) for its in heads]
 
     def crop(self, cache, length):
-        """As `DenseLlama.crop`."""
+        """Crop as `DenseLlama.crop` does."""
         cache[:] = [(keys[:length], values[:length]) for keys, values in cache]
 
     @torch.no_grad()
     def forward(self, ids, cache, mask, want_probs=False):
-        """As `DenseLlama.forward`. Layers that read a cache see what its layer sees, and add to its probabilities."""
+        """Compute as `DenseLlama.forward` does. Layers that read a cache see what its layer sees, and add to its
+        probabilities.
+        """
         ids, first = torch.as_tensor(ids, dtype=torch.long), len(cache[0][0])
         positions = torch.arange(first, first + len(ids))
         self._cache, self._seen = cache, mask

@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 
 
 def rounded(x):
-    """As float8_e4m3fn, to the nearest."""
+    """Round to float8_e4m3fn, to the nearest."""
     return x.to(torch.float8_e4m3fn)
 
 
 def truncated(x, dtype=torch.float8_e4m3fn):
-    """As an fp8 dtype, toward zero: what vLLM's kernel for CPUs writes."""
+    """Round to an fp8 dtype, toward zero: what vLLM's kernel for CPUs writes."""
     largest = torch.finfo(dtype).max
     near = x.clamp(-largest, largest).to(dtype)
     too_large = near.to(x.dtype).abs() > x.abs()

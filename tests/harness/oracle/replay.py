@@ -121,7 +121,7 @@ def redundancy(keys):
 
 @dataclass
 class Decision:
-    """What was decided after a step that left more than the trigger held."""
+    """The decision after a step that left more than the trigger held."""
 
     step: int  # index into the steps
     n: int  # tokens computed by then
@@ -338,7 +338,8 @@ class Request:
         return dict(zip(measured, value.tolist(), strict=True))
 
     def by_bounds(self):
-        """Held block -> the share that the last query may pay it, by the least and largest keys: all heads' and layers'.
+        """Held block -> the share that the last query may pay it, by the least and largest keys: all heads' and
+        layers'.
 
         Drafts do not count.
         """

@@ -14,7 +14,8 @@ MANY = 16
 
 
 class Chooser:
-    """What layers of a dense model see that read a part of their blocks. Chooses by loops over its own queries and keys.
+    """Masks of layers of a dense model that read a part of their blocks. Chooses by loops over its own queries and
+    keys.
 
     Args:
         read, sink, recent, hold, index: fields of the policy.

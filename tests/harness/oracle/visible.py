@@ -1,4 +1,4 @@
-"""What each query of a server's requests sees, as a dense model's mask, and whether blocks come back as they went."""
+"""Masks of what each query of a server's requests sees, for a dense model, and whether blocks come back as they went."""
 
 import numpy as np
 import torch
@@ -9,12 +9,12 @@ BLOCK = 32
 
 
 def visible(server):
-    """What each query of a server's requests sees; see `watch_masks`."""
+    """Return the masks of a server's requests; see `watch_masks`."""
     return watch_masks(server.worker)
 
 
 def watch_masks(worker):
-    """What each query of a request sees, as a dense model's mask: request -> bool [T, T], made as steps run."""
+    """Record what each query of a request sees, as a dense model's mask: request -> bool [T, T], made as steps run."""
     masks, execute = {}, worker.execute_model
 
     def recorded(output):

@@ -185,7 +185,7 @@ def _on_signal(held):
 
 
 def books(core):
-    """What a scheduler remembers: name -> how many. All are 0 on an idle server.
+    """Return the size of a scheduler's memory of requests: name -> how many. All are 0 on an idle server.
 
     "in use" counts blocks that are not free, without the null block.
     """
@@ -218,7 +218,9 @@ def books(core):
 
 
 def worker_books(runtime):
-    """What a worker remembers: name -> how many. All are 0 on an idle server that has heard of the last request's end."""
+    """Return the size of a worker's memory of requests: name -> how many. All are 0 on an idle server that has heard of
+    the last request's end.
+    """
     found = {"with holes": 0, "mergers": 0, "sums": 0}
     for group in runtime.groups:
         found["with holes"] += len(group.with_holes)

@@ -30,7 +30,7 @@ ZERO = (
 
 @dataclass
 class Quiet:
-    """What an idle server holds after a round.
+    """Sizes of an idle server after a round.
 
     Attributes:
         requests: number of requests so far.
