@@ -78,7 +78,7 @@ class Payload:
     """A message of a feature's half in the scheduler to its half on workers, with a plan.
 
     Each feature that tells something has a subclass, a dataclass of containers. Plans carry payloads by the feature's
-    name (`GroupPlan.of`, `EvictionPlan.of`), and nobody else reads them. A plan without news has none.
+    name (`GroupPlan.of`, `EvictionPlan.of`), and no other part reads them. A plan without news has none.
 
     Attributes:
         feature: name of the feature.

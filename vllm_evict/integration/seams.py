@@ -1,8 +1,9 @@
-"""All that the plugin puts in the place of vLLM's functions and classes is declared by `replaces` or `extends`.
+"""Declares by `replaces` and `extends` what takes the place of vLLM's functions and classes at start and in front ends.
 
-A replacement stands beside the feature that needs it; `HOMES` names the modules that have any, and docs/seams.md lists
-all of them. Nothing else changes functions or classes of vLLM (`tests/compat/test_seams.py`). A replacement of a
-function is made by a function that gets vLLM's own:
+A replacement stands beside the part that needs it. `HOMES` names the modules that declare any, and docs/seams.md lists
+all of them. Nothing else changes functions or classes of vLLM there (`tests/compat/test_seams.py`). The engine core and
+workers do not declare theirs yet: the table of tests/harness/guard/names.py has them. A replacement of a function is
+made by a function that gets vLLM's own:
 
     @replaces("vllm.v1.engine.core:EngineCore.add_lora", at_import=True, why="...", remove_when="...")
     def add_lora(stock):
@@ -155,11 +156,6 @@ def _declare(kind: type[Seam], places: tuple[str, ...], at_import: bool) -> Call
         return seam
 
     return declare
-
-
-def become(holder: Any, cls: type) -> None:
-    """Make an object of vLLM one of the plugin's subclass of its class, which `replaces` declares."""
-    holder.__class__ = cls
 
 
 def hooks() -> dict[str, Callable[[ModuleType], None]]:

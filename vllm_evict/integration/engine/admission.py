@@ -115,8 +115,8 @@ class Admission:
         """Bring a session back to its budget, if it is over its trigger and the pool has no room for its next chunk.
 
         A turn may end over its trigger where no decision followed it (`Budget`). No scores are at hand. By block the
-        oldest blocks go. Where a decision moves content, which workers do of requests in the batch
-        only, the session starts over, as if it was preempted.
+        oldest blocks go. Where a decision moves content, which workers do of requests in the batch only, the session
+        starts over, as if it was preempted.
         """
         req_id = session.request_id
         if self._scheduler.free_blocks >= sum(manager.in_flight for manager in self._managers):

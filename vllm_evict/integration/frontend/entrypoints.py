@@ -53,8 +53,9 @@ def _check_request(vllm_config: Any, extra_args: Any, prompt_len: int, max_token
     _check_transfer(vllm_config, transfer)
     most, keeps = vllm_config.model_config.max_model_len, "do_remote_decode" if hands_on(vllm_config, transfer) else ""
     try:
-        config.for_request(extra_args, prompt_len, _block_size(vllm_config))
-        for room in told(vllm_config):
+        if not (rooms := told(vllm_config)):
+            config.for_request(extra_args, prompt_len, _block_size(vllm_config))
+        for room in rooms:
             granted = config.for_request(extra_args, prompt_len, room.block_size)
             granted = KVPolicyConfig(name="full") if keeps else granted
             config.check_room(granted, prompt_len, min(prompt_len + (max_tokens or most), most), most, room, keeps)

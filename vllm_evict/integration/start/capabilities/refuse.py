@@ -55,9 +55,10 @@ def composed(server: Server, environment: Environment, other: Feature | Environm
     else:
         beside, without = other.name.format_map(server) + " and {}", other.instead.format_map(server)
     what = beside.replace("{}", name) + (f", {why}" if why else "")
-    untried = why.startswith(UNTRIED)
     ways = [instead] if ANY.instead in instead else [instead, without]
-    return Refusal(what, ", or ".join(filter(None, [*ways, RUN_UNTRIED * untried])), untried)
+    if untried := why.startswith(UNTRIED):
+        ways.append(RUN_UNTRIED)
+    return Refusal(what, ", or ".join(filter(None, ways)), untried)
 
 
 def untried(vllm_config: Any, config: KVPolicyConfig) -> list[str]:
