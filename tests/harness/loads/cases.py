@@ -177,7 +177,7 @@ BY_NAME = {
     "drafts-gdn": ("qwen3_next", _blocks),
     "adapters": ("plain", _by_block),
     "reach-adapters": ("plain", _reach),
-    "units": ("falcon_h1", _by_block),
+    "units": ("falcon_h1", _pressure),
     "reach-units": ("falcon_h1", _reach),
 }
 #: Kind -> its drafters, as of `Case.options`. vLLM proposes n-grams on the host, so not under async scheduling.
