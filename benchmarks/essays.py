@@ -49,6 +49,8 @@ def settings(tokens: int) -> dict[str, dict | None]:
         "host, a tenth": {**HOST, "budget": 0.1},
         "host, a twentieth": {**HOST, "budget": 0.05},
         "read, an eighth": {"name": "full", "read": tokens // 8},
+        "read, a quarter": {"name": "full", "read": tokens // 4},
+        "read, a half": {"name": "full", "read": tokens // 2},
     }
 
 
