@@ -396,6 +396,30 @@ def test_a_target_above_the_control_is_refused_with_the_controls_figure(asked, f
     assert tune.run(plan(asked, target=0.85), print).best.confirmed
 
 
+def test_a_control_that_rounding_alone_keeps_below_the_target_names_the_measures_that_meet_it(fake, asked, monkeypatch):
+    ask = fake.ask
+
+    def tied(self, *args):
+        """Rounding decides some words of the control, and no token that full attention clearly would not give."""
+        audit = ask(self, *args)
+        audit.kept |= {"unchanged": [1.0] * 400, "tokens": [0.96] * 400}
+        return audit
+
+    monkeypatch.setattr(fake, "control", 0.7)
+    monkeypatch.setattr(fake, "ask", tied)
+    for target, said in (
+        (
+            0.95,
+            "unchanged 1.000, tokens 0.960. Take --measure unchanged or --measure tokens or a lower target than 0.95",
+        ),
+        (0.97, "unchanged 1.000, tokens 0.960. Take --measure unchanged or a lower target than 0.97"),
+    ):
+        with pytest.raises(
+            EvalError, match=f"identical .*, by rounding alone. By other measures the control is {said}$"
+        ):
+            tune.run(plan(asked, target=target), print)
+
+
 def test_bytes_become_tokens_and_the_best_policy_is_the_other_halfs(asked, fake, monkeypatch):
     monkeypatch.setattr(fake, "right", staticmethod(lambda policy, budget: {"h2o": 0.6, "snapkv": 0.8}[policy]))
     result = tune.run(plan(asked, policies="h2o,snapkv", budget_bytes=300 << 10), print)

@@ -322,8 +322,17 @@ class Tuner:
             raise EvalError(
                 f"--target got {target:g}; expected at most {figure.share:.3f}, the control: of {figure.n} answers "
                 f"under full attention so many are {self.args.measure} ({low:.3f} to {high:.3f}), by rounding alone. "
-                "Take a lower target, or another --measure"
+                + self._ways(control, target)
             )
+
+    def _ways(self, control: Row, target: float) -> str:
+        """Return how to go on with a control below the target: measures by which it meets the target come first."""
+        shares = [(measure, figure_of(control, measure)) for measure in MEASURES if measure != self.args.measure]
+        others = sorted((each for each in shares if each[1].n), key=lambda each: not each[1].meets(target))
+        said = [f"{measure} {figure.share:.3f}" for measure, figure in others]
+        met = [f"--measure {measure}" for measure, figure in others if figure.meets(target)]
+        by = f"By other measures the control is {', '.join(said)}. " * bool(said)
+        return f"{by}Take {' or '.join([*met, f'a lower target than {target:g}'])}"
 
     def _all(self, target: float) -> list[Outcome]:
         """Return what is found of each policy."""
