@@ -30,8 +30,9 @@ UNLIKE = [("searched", 3), ("searched", 9), ("gaps", 23), ("gaps", 2), ("fp8", 7
 #: V2 alone: stock vLLM (0.32.0) ends engines of V1 under such load ("Encoder cache miss").
 UNLIKE += [("chunks", 1), ("connected", 1)]
 UNLIKE += [("images", 1), ("reach-images", 8)] if V2 else [("unlike", 1), ("reach-unlike", 6)]
-#: LoRA adapters, some of which are loaded again under their names. Ends of prompts that fill blocks in part.
-OTHERWISE = [("reach-adapters", 1), ("reach-units", 1)]
+#: LoRA adapters, some of which are loaded again under their names. Ends of prompts that fill blocks in part; the last case
+#: has requests that publish such an end in a step in which the pool runs out, and no whole block.
+OTHERWISE = [("reach-adapters", 1 if V2 else 2), ("reach-units", 1), ("units", 53 if V2 else 33)]
 UNLIKE += OTHERWISE
 OF_KIND |= {kind: 1 for kind, _ in OTHERWISE}
 #: Drafters beside windows and latents.
@@ -72,7 +73,7 @@ def test_each_kind_of_engine_under_random_load(models, async_stays, complaints, 
     assert counts["finished"] > counts["requests"] // 2
     assert not [message for level, message in complaints if level == "ERROR"]
     assert counts["reloads"] or kind != "reach-adapters"
-    assert counts["ends"] or kind != "reach-units"
+    assert counts["ends"] or not kind.endswith("units")
     if not V2 and (kind, number) not in UNLIKE:
         assert (
             counts["aborted"]
