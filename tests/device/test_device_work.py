@@ -22,6 +22,7 @@ from vllm_evict.compute.kernels.paged import PagedAttention
 from vllm_evict.compute.kernels.queries import Queries
 from vllm_evict.compute.probes import LayerCall, MassTarget
 from vllm_evict.compute.work import HeadSlice
+from vllm_evict.integration.seams import MARK
 from vllm_evict.integration.worker import split
 from vllm_evict.integration.worker.backend import STEP_WORK, working_impl
 from vllm_evict.integration.worker.flash import capture_lse
@@ -251,6 +252,7 @@ def test_flash_attention_is_heard_only_where_its_lse_is_wanted(monkeypatch):
         return ("output", given) if return_softmax_lse else "output"
 
     monkeypatch.setattr(flash_attn, "flash_attn_varlen_func", kernel, raising=False)
+    monkeypatch.setattr(flash_attn, MARK, (), raising=False)  # another test may have put the seam in
     ops = FlashOps()
     ops.capture_lse = partial(capture_lse, "FLASH_ATTN")
     for heard in (given, torch.randn(5, 4, generator=random)):

@@ -52,7 +52,7 @@ def audited(monkeypatch):
 @pytest.fixture
 def scored(monkeypatch):
     """List of the numbers of rows that workers scored."""
-    found, score = [], Scorer._score
+    found, score = [], Scorer.score
 
     def counted(self, compute_logits, *args):
         def rows(hidden):
@@ -61,7 +61,7 @@ def scored(monkeypatch):
 
         score(self, rows, *args)
 
-    monkeypatch.setattr(Scorer, "_score", counted)
+    monkeypatch.setattr(Scorer, "score", counted)
     return found
 
 
@@ -583,8 +583,8 @@ def test_a_shadow_needs_a_place_among_active_requests(engine, audited, at_once):
 
 def test_rows_that_do_not_come_make_no_verdict(engine, audited, monkeypatch):
     server = engine(H2O)
-    for broken in (lambda *_: None, lambda self, *_: self._scored.update(dict.fromkeys(self._rows, np.zeros((1, 3))))):
-        monkeypatch.setattr(Scorer, "_score", broken)
+    for broken in (lambda *_: None, lambda self, *_: self._scored.update(dict.fromkeys(self.rows, np.zeros((1, 3))))):
+        monkeypatch.setattr(Scorer, "score", broken)
         server.generate([random_prompt(300)], max_tokens=8)
         settle(server)
     assert not audited and skipped(server) == {"failed": 2}

@@ -18,7 +18,7 @@ from vllm_evict.core.blocks import RequestBlocks
 from vllm_evict.core.mechanisms import Pressure
 from vllm_evict.core.mechanisms.pressure import SCORES_STAY_FRESH, Offered, ascending
 from vllm_evict.core.plan import Report, Scoring
-from vllm_evict.integration.engine.allocation import note_published
+from vllm_evict.integration.engine.allocation import publish_part, publish_whole
 from vllm_evict.policies import POLICIES
 
 FLOOR = {"when": "pressure", "admit": True, "budget": 128, "buffer": 32, "sink": 32}
@@ -338,7 +338,8 @@ def test_what_is_published_is_pure(engine):
 def test_whatever_is_published_of_a_request_counts():
     """Blocks of a group that has smaller ones than others, and the end of a prompt, which fills a block in part."""
     pool, noted = BlockPool(6, True, 16), []
-    note_published(pool, lambda request, tokens, blocks: noted.append((tokens, [each.block_id for each in blocks])))
+    for seam in (publish_whole, publish_part):
+        seam.on(pool, [lambda request, tokens, blocks: noted.append((tokens, [each.block_id for each in blocks]))])
     request = SimpleNamespace(block_hashes=[bytes([number]) * 32 for number in range(6)])
     small, (large,) = pool.get_new_blocks(3), pool.get_new_blocks(1)
     at = {"request": request, "num_cached_blocks": 1, "num_full_blocks": 3, "block_size": 16, "kv_cache_group_id": 1}

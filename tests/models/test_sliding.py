@@ -213,7 +213,7 @@ def test_new_blocks_in_the_place_of_host_blocks_are_no_hits_of_other_groups():
     pool, tables = BlockPool(4, True, BLOCK), []
     hit = pool.free_block_queue.get_all_free_blocks()[0]
     coordinator = SimpleNamespace(allocate_new_computed_blocks=lambda _, blocks: tables.extend(blocks))
-    take_from_host(SimpleNamespace(block_pool=pool, coordinator=coordinator))
+    take_from_host.on(coordinator, pool)
     coordinator.allocate_new_computed_blocks("first", ([FROM_HOST], [hit]))
     (new,), (kept,) = tables
     assert kept is hit and new not in (hit, FROM_HOST) and pool.get_num_free_blocks() == 3

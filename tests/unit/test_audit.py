@@ -134,11 +134,11 @@ def test_logits_are_made_in_pieces_of_the_rows_asked_for():
         return states
 
     scorer = Scorer.__new__(Scorer)
-    scorer._rows, scorer._scored = {"r": ScoredRows(10, [0] * 150, 1.0)}, {}
-    scorer._score(compute_logits, hidden, {"r": 100})
+    scorer.rows, scorer._scored = {"r": ScoredRows(10, [0] * 150, 1.0)}, {}
+    scorer.score(compute_logits, hidden, {"r": 100})
     assert [len(piece) for piece in pieces] == [AT_ONCE, AT_ONCE, 150 - 2 * AT_ONCE]
     assert sum(pieces, []) == list(range(110, 260)) and scorer._scored["r"].shape == (150, 5)
-    scorer._score(lambda _: None, hidden, {"r": 100})  # a rank that gets no logits
+    scorer.score(lambda _: None, hidden, {"r": 100})  # a rank that gets no logits
 
 
 def test_lines_of_the_log_name_what_was_found():

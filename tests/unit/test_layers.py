@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "features.plan": {"config", "core"},
     "features.start": {"config"},
     "features.engine": {"config", "policies", "core", "features.plan", "integration.start", "integration.engine"},
-    "features.worker": {"config", "policies", "core", "features.plan", "compute"},
+    "features.worker": {"config", "policies", "core", "features.plan", "compute", "integration.start"},
     "compute": {"config", "policies", "core", "features.plan", "triton_kernels"},
     "triton_kernels": {"compute"},
     "integration": {"config", "policies", "core", "compute"},
@@ -54,6 +54,7 @@ OF_FEATURES = {
 }
 #: Modules with a list of what features have; each may import the files of this room.
 LISTS = {
+    "integration.seams": "features.worker",
     "integration.engine.mechanisms": "features.engine",
     "integration.start.of_features": "features.start",
     "compute.compose": "features.worker",

@@ -1,9 +1,8 @@
-"""Declares by `replaces` and `extends` what takes the place of vLLM's functions and classes at start and in front ends.
+"""Declares by `replaces` and `extends` all that takes the place of vLLM's functions and classes.
 
 A replacement stands beside the part that needs it. `HOMES` names the modules that declare any, and docs/seams.md lists
-all of them. Nothing else changes functions or classes of vLLM there (`tests/compat/test_seams.py`). The engine core and
-workers do not declare theirs yet: the table of tests/harness/guard/names.py has them. A replacement of a function is
-made by a function that gets vLLM's own:
+all of them. Nothing else changes functions or classes of vLLM (`tests/compat/test_seams.py`). A function has one
+replacement, which is made by a function that gets vLLM's own:
 
     @replaces("vllm.v1.engine.core:EngineCore.add_lora", at_import=True, why="...", remove_when="...")
     def add_lora(stock):
@@ -39,8 +38,30 @@ HOMES = (
     "integration.frontend.usage",
     "integration.frontend.metrics",
     "integration.frontend.entrypoints",
-    # In workers, when the model is loaded.
+    # In the engine core: the scheduler, and what vLLM has it call as it allocates and publishes blocks.
+    "integration.engine.scheduler",
+    "integration.engine.managers",
+    "integration.engine.spec",
+    "integration.engine.allocation",
+    "integration.engine.outdated",
+    "integration.engine.reaching",
+    "integration.engine.host_events",
+    "integration.engine.shadows",
+    "integration.engine.poison",
+    # In workers: the model as it is loaded, its layers and their backends, the runner's steps, and graphs.
+    "integration.worker.worker",
+    "integration.worker.cpu_worker",
+    "integration.worker.reorder",
     "integration.start.windows",
+    "features.context.positions",
+    "integration.worker.layers",
+    "integration.worker.backend",
+    "integration.worker.latents",
+    "integration.worker.split",
+    "integration.worker.flash",
+    "integration.worker.runners",
+    "features.audit.worker",
+    "integration.worker.graphs",
 )
 #: Attribute of a class or module of vLLM: the seams that it has.
 MARK = "kv_evict_seams"
@@ -156,6 +177,11 @@ def _declare(kind: type[Seam], places: tuple[str, ...], at_import: bool) -> Call
         return seam
 
     return declare
+
+
+def become(holder: Any, cls: type) -> None:
+    """Make an object of vLLM one of the plugin's subclass of its class, which `replaces` declares."""
+    holder.__class__ = cls
 
 
 def hooks() -> dict[str, Callable[[ModuleType], None]]:

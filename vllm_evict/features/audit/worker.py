@@ -3,7 +3,6 @@ and measures the attention that answers pay to blocks."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from ...compute.sums import RunningSums
 from ...compute.transfer import copied, to_device, to_host
 from ...config import KVPolicyConfig
 from ...core.plan import EvictionPlan
+from ...integration.seams import replaces
 from .plan import SCORED, AuditedRows, ScoredRows, Truncation
 
 #: Rows whose logits are there at once.
@@ -52,12 +52,15 @@ class Scorer(StepPart):
 
     def __init__(self, worker: Any) -> None:
         super().__init__(worker)
-        self._rows: Mapping[str, ScoredRows] = {}
+        self.rows: Mapping[str, ScoredRows] = {}
         self._scored: dict[str, np.ndarray] = {}
         runner = worker.model_runner
         self._device: torch.device = runner.device
         self.scratch = AT_ONCE * worker.vllm_config.model_config.get_vocab_size() * OF_LOGIT
-        (self._install_v2 if worker.use_v2_model_runner else self._install_v1)(runner)
+        if not worker.use_v2_model_runner:
+            score_v1.on(runner, self, runner)
+        elif runner.prompt_logprobs_worker is not None:  # the last stage
+            score_v2.on(runner.prompt_logprobs_worker, self)
 
     @classmethod
     def serves(cls, config: KVPolicyConfig) -> bool:
@@ -65,44 +68,14 @@ class Scorer(StepPart):
 
     def after_orders(self, plan: EvictionPlan) -> None:
         told = AuditedRows.within(plan)
-        self._rows, self._scored = {} if told is None else told.of_requests, {}
+        self.rows, self._scored = {} if told is None else told.of_requests, {}
 
     def told(self) -> tuple[dict[str, Any], Any]:
         """Return the step's scored rows, request -> float32 [rows, 5] (see `StepPart.told`)."""
-        scored, self._scored, self._rows = self._scored, {}, {}
+        scored, self._scored, self.rows = self._scored, {}, {}
         return ({SCORED: scored}, copied(self._device)) if scored else ({}, None)
 
-    def _install_v1(self, runner: Any) -> None:
-        prompt_logprobs = runner._get_prompt_logprobs_dict
-
-        @wraps(prompt_logprobs)
-        def _get_prompt_logprobs_dict(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if self._rows:
-                starts, indices = runner.query_start_loc.np, runner.input_batch.req_id_to_index
-                firsts = {req_id: int(starts[indices[req_id]]) for req_id in self._rows}
-                self._score(runner.model.compute_logits, hidden_states, firsts)
-            return prompt_logprobs(hidden_states, *args, **kwargs)
-
-        runner._get_prompt_logprobs_dict = _get_prompt_logprobs_dict
-
-    def _install_v2(self, runner: Any) -> None:
-        worker = runner.prompt_logprobs_worker
-        if worker is None:  # not the last stage
-            return
-        prompt_logprobs = worker.compute_prompt_logprobs
-
-        @wraps(prompt_logprobs)
-        def compute_prompt_logprobs(
-            logits_fn: Callable[..., Any], hidden_states: torch.Tensor, input_batch: Any, *args: Any, **kwargs: Any
-        ) -> Any:
-            if self._rows:
-                starts = dict(zip(input_batch.req_ids, input_batch.query_start_loc_np.tolist()))
-                self._score(logits_fn, hidden_states, {req_id: starts[req_id] for req_id in self._rows})
-            return prompt_logprobs(logits_fn, hidden_states, input_batch, *args, **kwargs)
-
-        worker.compute_prompt_logprobs = compute_prompt_logprobs
-
-    def _score(self, compute_logits: Any, hidden_states: torch.Tensor, firsts: Mapping[str, int]) -> None:
+    def score(self, compute_logits: Any, hidden_states: torch.Tensor, firsts: Mapping[str, int]) -> None:
         """Score the step's rows.
 
         Args:
@@ -110,7 +83,7 @@ class Scorer(StepPart):
             hidden_states: of all tokens of the step.
             firsts: request -> row of its first token.
         """
-        for req_id, rows in self._rows.items():
+        for req_id, rows in self.rows.items():
             first = firsts[req_id] + rows.first
             hidden = hidden_states[first : first + len(rows.tokens)]
             tokens = to_device(np.array(rows.tokens, np.int64), hidden.device)
@@ -118,6 +91,39 @@ class Scorer(StepPart):
             scored = list(_scores(compute_logits, pieces, rows.temperature, rows.truncation))
             if scored:
                 self._scored[req_id] = to_host(torch.cat(scored))
+
+
+@replaces(
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict",
+    why="V1: rows of audits are scored where the hidden states of a step are",
+    remove_when="vLLM hands a step's hidden states to plugins",
+)
+def score_v1(prompt_logprobs: Callable[..., Any], scorer: Scorer, runner: Any) -> Callable[..., Any]:
+    def _get_prompt_logprobs_dict(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if scorer.rows:
+            starts, indices = runner.query_start_loc.np, runner.input_batch.req_id_to_index
+            firsts = {req_id: int(starts[indices[req_id]]) for req_id in scorer.rows}
+            scorer.score(runner.model.compute_logits, hidden_states, firsts)
+        return prompt_logprobs(hidden_states, *args, **kwargs)
+
+    return _get_prompt_logprobs_dict
+
+
+@replaces(
+    "vllm.v1.worker.gpu.sample.prompt_logprob:PromptLogprobsWorker.compute_prompt_logprobs",
+    why="V2: the same",
+    remove_when="vLLM hands a step's hidden states to plugins",
+)
+def score_v2(prompt_logprobs: Callable[..., Any], scorer: Scorer) -> Callable[..., Any]:
+    def compute_prompt_logprobs(
+        logits_fn: Callable[..., Any], hidden_states: torch.Tensor, input_batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if scorer.rows:
+            starts = dict(zip(input_batch.req_ids, input_batch.query_start_loc_np.tolist()))
+            scorer.score(logits_fn, hidden_states, {req_id: starts[req_id] for req_id in scorer.rows})
+        return prompt_logprobs(logits_fn, hidden_states, input_batch, *args, **kwargs)
+
+    return compute_prompt_logprobs
 
 
 def _scores(

@@ -6,7 +6,8 @@ computes.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
 from ...compute.kernels.rotate import Rotation
 from ...config import KVPolicyError
+from ...integration.seams import replaces
 
 #: Positions at which keys of one layer are compared: near positions differ in fast dimensions, far ones in slow.
 COMPARED = (0, 1, 17, 1000, 1 << 16)
@@ -116,11 +118,6 @@ def _captured(
         hidden: [T, hidden size], the module's input.
     """
     captured: list[torch.Tensor] = []
-
-    def capture(query: Any, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> None:
-        captured.extend(each.reshape(len(positions), layer.num_kv_heads, -1) for each in (key, value))
-        raise _Captured
-
     arguments = {}
     for name, parameter in inspect.signature(module.forward).parameters.items():
         if name.startswith("position"):
@@ -131,21 +128,55 @@ def _captured(
             arguments[name] = None
     # Adapters have no state before the first step. Rotation does not depend on the weights of the projection.
     adapted = [child for child in module.modules() if hasattr(child, "base_layer")]
-    layer.forward = capture
-    for child in adapted:
-        child.forward = child.base_layer.forward
-    try:
+    with ExitStack() as stack, suppress(_Captured):
+        stack.enter_context(_capture.during(layer, captured, layer, len(positions)))
+        for child in adapted:
+            stack.enter_context(_without_adapter.during(child, child.base_layer))
         # Without this, compiled parts would be compiled for this one call.
         with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
             module(**arguments)
-    except _Captured:
-        pass
-    finally:
-        for each in (layer, *adapted):
-            del each.forward
     if not captured:
         raise RuntimeError("it did not call its attention layer")
     return captured[0], captured[1]
+
+
+@replaces(
+    "vllm.model_executor.layers.attention:Attention.forward",
+    why="keys that a module computes are compared with rotated ones; replaced during one call at start",
+    remove_when="vLLM's rotary embeddings tell how they rotate",
+)
+def _capture(
+    forward: Callable[..., Any], captured: list[torch.Tensor], layer: Attention, tokens: int
+) -> Callable[..., Any]:
+    def capture(query: Any, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> None:
+        captured.extend(each.reshape(tokens, layer.num_kv_heads, -1) for each in (key, value))
+        raise _Captured
+
+    return capture
+
+
+@replaces(
+    "vllm.lora.layers.column_parallel_linear:ColumnParallelLinearWithLoRA.forward",
+    "vllm.lora.layers.replicated_linear:ReplicatedLinearWithLoRA.forward",
+    "vllm.lora.layers.row_parallel_linear:RowParallelLinearWithLoRA.forward",
+    why="in that call adapters have no state yet",
+    remove_when="vLLM's rotary embeddings tell how they rotate",
+)
+def _without_adapter(forward: Callable[..., Any], base: torch.nn.Module) -> Callable[..., Any]:
+    return base.forward
+
+
+@replaces(
+    "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbeddingBase._compute_inv_freq",
+    why="the frequencies behind an embedding's rows are recorded while it computes them once more",
+    remove_when="vLLM's rotary embeddings keep their frequencies",
+)
+def _record(compute: Callable[..., torch.Tensor], made: list[torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def recorded(*args: Any, **kwargs: Any) -> torch.Tensor:
+        made.append(compute(*args, **kwargs))
+        return made[-1]
+
+    return recorded
 
 
 def _extended(name: str, rotary: RotaryEmbeddingBase, positions: int) -> Rotation:
@@ -173,18 +204,8 @@ def _rows(positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
 def _frequencies(rotary: RotaryEmbeddingBase) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the embedding's own rows, float32 [n, R], and the angles per position behind them, float64 [R / 2]."""
     made: list[torch.Tensor] = []
-    compute = rotary._compute_inv_freq
-
-    def recorded(*args: Any) -> torch.Tensor:
-        made.append(compute(*args))
-        return made[-1]
-
-    with torch.device("cpu"):
-        rotary._compute_inv_freq = recorded
-        try:
-            rows = rotary._compute_cos_sin_cache()
-        finally:
-            del rotary._compute_inv_freq
+    with torch.device("cpu"), _record.during(rotary, made):
+        rows = rotary._compute_cos_sin_cache()
     # Linear scaling divides positions by the factor. There is one table, hence one factor.
     factors = getattr(rotary, "scaling_factors", [1.0])
     return rows, made[0].double() / factors[0]

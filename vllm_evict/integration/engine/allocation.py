@@ -1,4 +1,4 @@
-"""Patches of what vLLM calls for each request of each step: they are there only where a mechanism needs them.
+"""Seams of what vLLM calls for each request of each step: they are there only where a mechanism needs them.
 
 vLLM has no hook between a failed allocation and the preemption or wait that follows. It publishes the blocks that a
 step fills where it allocates their slots. And it counts the published tokens of a request by the blocks that the
@@ -6,72 +6,130 @@ request still holds. No configuration can name the class of its `KVCacheManager`
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
-from typing import Any
+from typing import Any, Protocol
 
 from ...config import KVPolicyConfig
 from ...core.mechanisms import Mechanism
 from ...core.mechanisms.base import decodes, verified
 from ...core.plan import EvictionPlan
+from ..seams import replaces
 from .managers import FROM_HOST
 from .view import EngineView
 
 
-def before_giving_up(cache: Any, make_room: Callable[..., bool]) -> None:
-    """Call `make_room` when the pool has too few blocks, and allocate again if it made room.
+class MakesRoom(Protocol):
+    """Makes room in the pool, where vLLM's finds too little for a request."""
+
+    def __call__(self, request: Any, *, wanted: int, reserved: int, hit: Any, watermark: bool) -> bool:
+        """Return whether there is room now.
+
+        Args:
+            request: whose blocks vLLM allocates.
+            wanted: blocks that it wants.
+            reserved: blocks that vLLM reserves for others.
+            hit: for each KV group, the cached blocks that the request is about to take.
+            watermark: whether vLLM keeps its watermark free.
+        """
+        ...
+
+
+class Slots:
+    """Tells what mechanisms do where vLLM allocates blocks for a request's step. They set it as they are made.
 
     Args:
         cache: vLLM's `KVCacheManager`, of one scheduler.
-        make_room: called with the request, the blocks that it wants, the blocks that vLLM reserves for others, the
-            cached blocks that the request is about to take, and whether vLLM keeps its watermark free; returns whether
-            there is room now.
+
+    Attributes:
+        reads: notes the step before its blocks are published; None: nothing has to be noted.
+        make_room: called when the pool has too few blocks. vLLM allocates again if it made room.
+        count: vLLM's own count of the blocks that a request wants.
+        wanted: what it returned last.
+        published: each called as soon as others can hit tokens of a request in any KV group, with the request, the
+            leading tokens that others can hit, and the blocks that have become hits of these, while vLLM plans the step
+            that computes the last of the tokens.
     """
-    allocate, count, wanted = cache.allocate_slots, cache.coordinator.get_num_blocks_to_allocate, 0
 
-    @wraps(count)
-    def get_num_blocks_to_allocate(*args: Any, **kwargs: Any) -> int:
-        nonlocal wanted
-        wanted = count(*args, **kwargs)
-        return wanted
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+        self.reads: Reads | None = None
+        self.make_room: MakesRoom | None = None
+        self.count: Callable[..., int] = cache.coordinator.get_num_blocks_to_allocate
+        self.wanted = 0
+        self.published: list[Callable[[Any, int, Sequence[Any]], None]] = []
 
-    def chunk(request: Any, tokens: int, hit: Any, new_computed: int, lookahead: int) -> int:
+    def replace(self) -> None:
+        """Put the seams that mechanisms need into vLLM's manager. Called once, when all are made."""
+        pool = self.cache.block_pool
+        publish_whole.on(pool, self.published)
+        publish_part.on(pool, self.published)
+        if self.make_room is not None:
+            note_wanted.on(self.cache.coordinator, self)
+        if self.reads is not None or self.make_room is not None:
+            allocate_slots.on(self.cache, self)
+
+    def blocks_of_chunk(self, request: Any, tokens: int, hit: Any, new_computed: int = 0, lookahead: int = 0) -> int:
+        """Return the blocks that a request lacks for a chunk of so many tokens."""
         computed = request.num_computed_tokens + new_computed
         end = computed + tokens
-        slots = min(end + lookahead, cache.max_model_len)
-        return int(count(request.request_id, slots, hit, 0, computed, computed, end))
+        slots = min(end + lookahead, self.cache.max_model_len)
+        return int(self.count(request.request_id, slots, hit, 0, computed, computed, end))
 
-    @wraps(allocate)
+
+@replaces(
+    "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.get_num_blocks_to_allocate",
+    why="tells how many blocks a request lacked in an allocation that failed",
+    remove_when="a failed allocation says how many blocks it lacked",
+)
+def note_wanted(count: Callable[..., int], slots: Slots) -> Callable[..., int]:
+    def get_num_blocks_to_allocate(*args: Any, **kwargs: Any) -> int:
+        slots.wanted = wanted = count(*args, **kwargs)
+        return wanted
+
+    return get_num_blocks_to_allocate
+
+
+@replaces(
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots",
+    why="`when: pressure` makes room before vLLM preempts; a step that reads less is noted before it is published",
+    remove_when="vLLM has hooks before an allocation, and between a failed one and the preemption that follows",
+)
+def allocate_slots(allocate: Callable[..., Any], slots: Slots) -> Callable[..., Any]:
+    reads: Any = slots.reads
+    make_room, empty = slots.make_room, slots.cache.empty_kv_cache_blocks
+    residents = reads.residents if reads is not None else {}
+
     def allocate_slots(request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        hit = kwargs.get("new_computed_blocks") or cache.empty_kv_cache_blocks
-        # vLLM checks room for the whole prompt first, by its cap for sliding windows, then for the next chunk. Each
-        # check may fail alone.
-        both = kwargs.get("full_sequence_must_fit", False)
-        ahead = kwargs.get("num_new_computed_tokens", 0), kwargs.get("num_lookahead_tokens", 0)
-        while (blocks := allocate(request, num_new_tokens, *args, **kwargs)) is None and make_room(
-            request,
-            wanted=max(wanted, chunk(request, num_new_tokens, hit.blocks, *ahead) if both else 0),
-            reserved=kwargs.get("reserved_blocks", 0),
-            hit=hit.blocks,
-            watermark=kwargs.get("has_scheduled_reqs", True),
-        ):
-            pass
-        return blocks
+        while True:
+            noted = reads is not None and residents[request.request_id].state.pure_tokens is None
+            if noted:
+                reads.note(request, num_new_tokens, kwargs)
+            if (blocks := allocate(request, num_new_tokens, *args, **kwargs)) is not None:
+                return blocks
+            if noted:
+                reads.withdraw(request)
+            if make_room is None:
+                return None
+            hit = (kwargs.get("new_computed_blocks") or empty).blocks
+            wanted = slots.wanted
+            # vLLM checks room for the whole prompt first, by its cap for sliding windows, then for the next chunk. Each
+            # check may fail alone.
+            if kwargs.get("full_sequence_must_fit", False):
+                ahead = kwargs.get("num_new_computed_tokens", 0), kwargs.get("num_lookahead_tokens", 0)
+                wanted = max(wanted, slots.blocks_of_chunk(request, num_new_tokens, hit, *ahead))
+            reserved, watermark = kwargs.get("reserved_blocks", 0), kwargs.get("has_scheduled_reqs", True)
+            if not make_room(request, wanted=wanted, reserved=reserved, hit=hit, watermark=watermark):
+                return None
 
-    cache.allocate_slots = allocate_slots
-    cache.coordinator.get_num_blocks_to_allocate = get_num_blocks_to_allocate
+    return allocate_slots
 
 
-def take_from_host(cache: Any) -> None:
-    """Give a request that starts new blocks of the pool in the place of each `FROM_HOST` among its cached blocks.
-
-    Its other cached blocks are held meanwhile, in all KV groups: the next free blocks may be among them.
-
-    Args:
-        cache: vLLM's `KVCacheManager`, of one scheduler.
-    """
-    allocate, pool = cache.coordinator.allocate_new_computed_blocks, cache.block_pool
-
-    @wraps(allocate)
+@replaces(
+    "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.allocate_new_computed_blocks",
+    why="a request that starts gets new blocks of the pool in the place of each `FROM_HOST` among its cached blocks",
+    remove_when="cached blocks of vLLM may lie outside of its pool",
+)
+def take_from_host(allocate: Callable[..., None], pool: Any) -> Callable[..., None]:
+    # Its other cached blocks are held meanwhile, in all KV groups: the next free blocks may be among them.
     def allocate_new_computed_blocks(request_id: str, new_computed_blocks: Any, *args: Any, **kwargs: Any) -> None:
         hits = [block for blocks in new_computed_blocks for block in blocks if not block.is_null]
         if missing := sum(block is FROM_HOST for block in hits):
@@ -86,7 +144,7 @@ def take_from_host(cache: Any) -> None:
             )
         allocate(request_id, new_computed_blocks, *args, **kwargs)
 
-    cache.coordinator.allocate_new_computed_blocks = allocate_new_computed_blocks
+    return allocate_new_computed_blocks
 
 
 class Reads(Mechanism):
@@ -96,31 +154,36 @@ class Reads(Mechanism):
 
     Args:
         scheduler: an `EvictionMixin`.
+
+    Attributes:
+        residents: the scheduler's.
     """
 
     def __init__(self, scheduler: EngineView) -> None:
         super().__init__(scheduler)
-        cache, residents = scheduler.kv_cache_manager, scheduler.residents
-        allocate = cache.allocate_slots
-
-        @wraps(allocate)
-        def allocate_slots(request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
-            if residents[request.request_id].state.pure_tokens is not None:  # nothing can end its purity again
-                return allocate(request, num_new_tokens, *args, **kwargs)
-            hit = kwargs.get("num_new_computed_tokens", 0) + kwargs.get("num_external_computed_tokens", 0)
-            groups, first = scheduler.blocks_of(request.request_id), request.num_computed_tokens + hit
-            for blocks in groups:
-                blocks.note_step(first, verified(request, first, num_new_tokens), decodes(request, first))
-            allocated = allocate(request, num_new_tokens, *args, **kwargs)
-            if allocated is None:  # there is no such step
-                groups[0].pure_tokens = None
-            return allocated
-
-        cache.allocate_slots = allocate_slots
+        self._scheduler, self.residents = scheduler, scheduler.residents
+        scheduler.slots.reads = self
 
     @classmethod
     def serves(cls, config: KVPolicyConfig) -> bool:
         return config.sparse_heads or config.reaches
+
+    def note(self, request: Any, tokens: int, allocation: Mapping[str, Any]) -> None:
+        """Note a step of a request that is pure so far; of others nothing can end their purity again.
+
+        Args:
+            request: vLLM's.
+            tokens: that the step computes.
+            allocation: keyword arguments of `allocate_slots`.
+        """
+        hit = allocation.get("num_new_computed_tokens", 0) + allocation.get("num_external_computed_tokens", 0)
+        first = request.num_computed_tokens + hit
+        for blocks in self._scheduler.blocks_of(request.request_id):
+            blocks.note_step(first, verified(request, first, tokens), decodes(request, first))
+
+    def withdraw(self, request: Any) -> None:
+        """Take back the note of a step that vLLM found no blocks for."""
+        self._scheduler.blocks_of(request.request_id)[0].pure_tokens = None
 
     def on_scheduled(self, plan: EvictionPlan, tokens: Mapping[str, int]) -> None:
         for req_id in [req_id for req_id, count in tokens.items() if count == 1]:
@@ -129,62 +192,60 @@ class Reads(Mechanism):
                 plan.prompts.add(req_id)
 
 
-def note_published(pool: Any, published: Callable[[Any, int, Sequence[Any]], None]) -> None:
-    """Call `published` as soon as others can hit tokens of a request in any KV group.
-
-    All that vLLM publishes of a request passes here: whole blocks, of groups whose blocks may differ in size, states,
-    and the end of a prompt that fills a block in part.
-
-    Args:
-        pool: vLLM's `BlockPool`, of one scheduler.
-        published: called with the request, the leading tokens that others can hit, and the blocks that have become
-            hits of these, while vLLM plans the step that computes the last of the tokens.
-    """
-    whole, part = pool.cache_full_blocks, pool.cache_partial_block
-
-    @wraps(whole)
+@replaces(
+    "vllm.v1.core.block_pool:BlockPool.cache_full_blocks",
+    why="tells which blocks others can hit, as soon as they can: of all KV groups, states too",
+    remove_when="vLLM tells its scheduler what it publishes",
+)
+def publish_whole(publish: Callable[..., None], listeners: Sequence[Callable[..., None]]) -> Callable[..., None]:
     def cache_full_blocks(
         request: Any, blocks: Any, num_cached_blocks: int, num_full_blocks: int, block_size: int, *args: Any, **kw: Any
     ) -> None:
-        whole(request, blocks, num_cached_blocks, num_full_blocks, block_size, *args, **kw)
-        published(request, num_full_blocks * block_size, blocks[num_cached_blocks:num_full_blocks])
+        publish(request, blocks, num_cached_blocks, num_full_blocks, block_size, *args, **kw)
+        for published in listeners:
+            published(request, num_full_blocks * block_size, blocks[num_cached_blocks:num_full_blocks])
 
-    @wraps(part)
+    return cache_full_blocks
+
+
+@replaces(
+    "vllm.v1.core.block_pool:BlockPool.cache_partial_block",
+    why="tells the same of the end of a prompt, which fills a block in part",
+    remove_when="vLLM tells its scheduler what it publishes",
+)
+def publish_part(publish: Callable[..., Any], listeners: Sequence[Callable[..., None]]) -> Callable[..., Any]:
     def cache_partial_block(request: Any, block: Any, num_tokens: int, *args: Any, **kw: Any) -> Any:
-        published(request, num_tokens, [block])
-        return part(request, block, num_tokens, *args, **kw)
+        for published in listeners:
+            published(request, num_tokens, [block])
+        return publish(request, block, num_tokens, *args, **kw)
 
-    pool.cache_full_blocks, pool.cache_partial_block = cache_full_blocks, cache_partial_block
+    return cache_partial_block
 
 
-def limit_tokens(scheduler: Any, limits: Sequence[Callable[[Any, int, int], int]]) -> None:
-    """Have each of `limits` bound the tokens that a request computes in a step (see `Mechanism.limit_tokens`)."""
-    if not limits:
-        return
-    reserve = scheduler._reserve_prefill_lookahead
-
-    @wraps(reserve)
+@replaces(
+    "vllm.v1.core.sched.scheduler:Scheduler._reserve_prefill_lookahead",
+    why="mechanisms bound the tokens that a request computes in a step (`Mechanism.limit_tokens`)",
+    remove_when="vLLM has a hook that bounds a request's tokens",
+)
+def limit_tokens(reserve: Callable[..., int], limits: Sequence[Callable[[Any, int, int], int]]) -> Callable[..., int]:
     def _reserve_prefill_lookahead(request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
         tokens: int = reserve(request, num_computed_tokens, num_new_tokens)
         for limit in limits:
             tokens = limit(request, num_computed_tokens, tokens)
         return tokens
 
-    scheduler._reserve_prefill_lookahead = _reserve_prefill_lookahead
+    return _reserve_prefill_lookahead
 
 
-def count_published(cache: Any, published: Callable[[Any], int | None]) -> None:
-    """Count a request's published tokens by `published`; vLLM reports them as written to the prefix cache.
-
-    Args:
-        cache: vLLM's `KVCacheManager`, of one scheduler.
-        published: request -> tokens; None where vLLM's own count is right.
-    """
-    estimate = cache.estimate_cached_tokens
-
-    @wraps(estimate)
+@replaces(
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.estimate_cached_tokens",
+    why="vLLM reports a request's published tokens as written to the prefix cache, and counts the blocks that are left",
+    remove_when="vLLM counts tokens as it publishes them",
+)
+def count_published(estimate: Callable[[Any], int], published: Callable[[Any], int | None]) -> Callable[[Any], int]:
+    # `published`: request -> tokens; None where vLLM's own count is right.
     def estimate_cached_tokens(request: Any) -> int:
         tokens = published(request)
         return estimate(request) if tokens is None else tokens
 
-    cache.estimate_cached_tokens = estimate_cached_tokens
+    return estimate_cached_tokens

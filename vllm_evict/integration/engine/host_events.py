@@ -1,6 +1,6 @@
 """KV events of blocks on the host: who mirrors prefix caches, as routers do, hears which prefixes are there."""
 
-from functools import wraps
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -8,6 +8,7 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStor
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, maybe_convert_block_hash
 
 from ...core.host_pool import HostPool
+from ..seams import replaces
 
 #: vLLM's name of host memory in events.
 MEDIUM = "CPU"
@@ -30,21 +31,16 @@ class HostEvents:
     """
 
     def __init__(self, pool: Any, host: HostPool) -> None:
-        self._pool, self._host, take = pool, host, pool.take_events
+        self._pool, self._host = pool, host
         #: Blocks that the host has, with their hashes, and those that were told of.
         self._on_host: dict[Key, Any] = {}
         self._announced: set[Key] = set()
         #: vLLM's last event that has the tokens of a block, which pool or host may have, and the block's place in it.
         self._told: dict[Key, tuple[Any, int]] = {}
         host.moved = []
+        add_events.on(pool, self)
 
-        @wraps(take)
-        def taken() -> list[Any]:
-            return self._extended(take())
-
-        pool.take_events = taken
-
-    def _extended(self, events: list[Any]) -> list[Any]:
+    def extended(self, events: list[Any]) -> list[Any]:
         """Return events of the pool between those of the host."""
         changed, left = self._take_moved(), set()
         for event in events:
@@ -105,6 +101,18 @@ class HostEvents:
             extra_keys=event.extra_keys and event.extra_keys[at : at + 1],
             medium=MEDIUM,
         )
+
+
+@replaces(
+    "vllm.v1.core.block_pool:BlockPool.take_events",
+    why="KV events tell of prefixes on the host, too",
+    remove_when="vLLM takes events of other caches beside those of its pool",
+)
+def add_events(take: Callable[[], list[Any]], events: HostEvents) -> Callable[[], list[Any]]:
+    def taken() -> list[Any]:
+        return events.extended(take())
+
+    return taken
 
 
 def _key(block_hash: Any) -> Key:

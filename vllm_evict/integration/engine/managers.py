@@ -20,6 +20,7 @@ from vllm.v1.request import Request
 
 from ...config import Beside
 from ...core.blocks import RequestBlocks
+from ..seams import become, replaces
 from ..start import versions
 
 #: In what vLLM takes for a hit of the prefix cache: a block that comes from the host, into one that is free.
@@ -33,6 +34,14 @@ def hole_aware(manager: Any) -> Any:
     vLLM has made.
     """
 
+    @replaces(
+        "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager",
+        "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager",
+        "vllm.v1.core.single_type_kv_cache_manager:ChunkedLocalAttentionManager",
+        methods="cache_blocks",
+        why="publishes pure blocks only; a manager that vLLM has made becomes one of this class",
+        remove_when="specs of vLLM's own classes may have managers of plugins",
+    )
     class HoleAware(manager):
         #: Blocks of all requests, in this group; in a group with holes if this one has none.
         residents: dict[str, RequestBlocks]
@@ -66,6 +75,12 @@ def hole_aware(manager: Any) -> Any:
     return HoleAware
 
 
+@replaces(
+    "vllm.v1.core.single_type_kv_cache_manager:MambaManager",
+    methods="cache_blocks",
+    why="publishes states of pure tokens only; a manager that vLLM has made becomes one of this class",
+    remove_when="specs of vLLM's own classes may have managers of plugins",
+)
 class StateManager(hole_aware(MambaManager)):  # type: ignore[misc]  # a class made at import
     """vLLM's manager for states (Mamba, linear attention, short convolutions), beside layers that may have holes."""
 
@@ -145,10 +160,17 @@ def put_beside(manager: SingleTypeKVCacheManager, residents: dict[str, RequestBl
         manager: of a type in `BESIDE`.
         residents: of a group with holes.
     """
-    manager.__class__ = BESIDE[type(manager)]
+    become(manager, BESIDE[type(manager)])
     manager.residents = residents
 
 
+@replaces(
+    "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager",
+    methods="__init__ find_longest_cache_hit add_local_computed_blocks allocate_external_computed_blocks "
+    "pop_blocks_for_free _cache_partial_tail_block",
+    why="tables have holes; the plugin's KV cache specs are registered with it",
+    remove_when="never: vLLM has managers of plugins",
+)
 class EvictableManager(FullAttentionManager):
     """vLLM's manager for full attention, with holes.
 
@@ -400,6 +422,12 @@ class ChangingManager(hole_aware(EvictableManager)):  # type: ignore[misc]  # a 
     """The same while requests may lose blocks, or read a part of them."""
 
 
+@replaces(
+    "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager",
+    methods="get_num_blocks_to_allocate",
+    why="admission counts what a request will hold, in steps that may admit any",
+    remove_when="never: vLLM has managers of plugins",
+)
 class AdmittingManager(ChangingManager):
     """The same in steps that may admit requests: those with limits are bounded by them (`RequestBlocks.to_start`)."""
 

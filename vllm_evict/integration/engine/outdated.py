@@ -1,8 +1,7 @@
 """Tells what was computed before weights changed, so that nothing outlives vLLM's pool for which it is void."""
 
 import os
-from collections.abc import Iterable
-from functools import wraps
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from vllm.logger import init_logger
@@ -11,7 +10,7 @@ from vllm.v1.request import Request
 
 from ...config import KVPolicyConfig
 from ...core.mechanisms import Mechanism
-from .allocation import note_published
+from ..seams import replaces
 from .hits import Hit
 from .view import EngineView
 
@@ -31,6 +30,7 @@ class Outdated(Mechanism):
 
     Attributes:
         blocks: outdated blocks of the pool.
+        before_handing_out: called with a block that the pool is about to hand out, while `blocks` has it.
     """
 
     def __init__(self, scheduler: EngineView) -> None:
@@ -40,16 +40,9 @@ class Outdated(Mechanism):
         #: Name of an adapter -> what was loaded under it: id, path, and `_state_of` the files.
         self._loaded: dict[str, tuple[Any, ...]] = {}
         self._warned = False
-        note_published(self._pool, self._note)
-        evict = self._pool._maybe_evict_cached_block
-
-        @wraps(evict)
-        def evicted(block: KVCacheBlock) -> bool:
-            """The pool is about to hand it out."""
-            self.blocks.discard(block.block_id)
-            return bool(evict(block))
-
-        self._pool._maybe_evict_cached_block = evicted
+        self.before_handing_out: Callable[[KVCacheBlock], None] | None = None
+        scheduler.slots.published.append(self._note)
+        hand_out.on(self._pool, self)
 
     @classmethod
     def serves(cls, config: KVPolicyConfig) -> bool:
@@ -95,6 +88,21 @@ class Outdated(Mechanism):
                 adapter.lora_name,
             )
         return unsure
+
+
+@replaces(
+    "vllm.v1.core.block_pool:BlockPool._maybe_evict_cached_block",
+    why="a block that the pool hands out is outdated no more; before, its content may be kept on the host",
+    remove_when="vLLM tells what leaves its prefix cache, before the block is handed out",
+)
+def hand_out(evict: Callable[..., bool], outdated: Outdated) -> Callable[..., bool]:
+    def evicted(block: KVCacheBlock) -> bool:
+        if outdated.before_handing_out is not None:
+            outdated.before_handing_out(block)
+        outdated.blocks.discard(block.block_id)
+        return bool(evict(block))
+
+    return evicted
 
 
 def _state_of(adapter: Any) -> tuple[Any, ...]:

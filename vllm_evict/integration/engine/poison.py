@@ -10,6 +10,7 @@ from ...core.actions import Applied
 from ...core.mechanisms import Mechanism, Step
 from ...core.plan import EvictionPlan, Payload
 from ...environment import poison_mode
+from ..seams import replaces
 from .view import EngineView
 
 
@@ -41,25 +42,20 @@ class Poison(Mechanism):
 
     Args:
         scheduler: an `EvictionMixin`.
+
+    Attributes:
+        allocated: blocks that requests got since the last plan.
     """
 
     def __init__(self, scheduler: EngineView) -> None:
         super().__init__(scheduler)
-        self._allocated: list[int] = []
+        self.allocated: list[int] = []
         for manager in (*scheduler.kv_managers, *scheduler.other_managers):
-            manager.allocate_new_blocks = self._noting(manager.allocate_new_blocks)
+            note_new.on(manager, self)
 
     @classmethod
     def serves(cls, config: KVPolicyConfig) -> bool:
         return poison_mode()
-
-    def _noting(self, allocate: Callable[..., list[KVCacheBlock]]) -> Callable[..., list[KVCacheBlock]]:
-        def noted(request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
-            new_blocks = allocate(request_id, num_tokens, num_tokens_main_model)
-            self._allocated += [block.block_id for block in new_blocks]
-            return new_blocks
-
-        return noted
 
     def on_applied(self, applied: Applied) -> None:
         plan = self.view.next_plan
@@ -68,5 +64,22 @@ class Poison(Mechanism):
             Fills.add_to(plan).poison += applied.freed
 
     def plan(self, plan: EvictionPlan, step: Step) -> None:
-        if self._allocated:
-            Fills.add_to(plan).clean, self._allocated = self._allocated, []
+        if self.allocated:
+            Fills.add_to(plan).clean, self.allocated = self.allocated, []
+
+
+@replaces(
+    "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager.allocate_new_blocks",
+    "vllm.v1.core.single_type_kv_cache_manager:MambaManager.allocate_new_blocks",
+    "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager.allocate_new_blocks",
+    "vllm.v1.core.single_type_kv_cache_manager:ChunkedLocalAttentionManager.allocate_new_blocks",
+    why="in tests blocks that requests get are filled with zeros",
+    remove_when="never: it is there in poison mode alone",
+)
+def note_new(allocate: Callable[..., list[KVCacheBlock]], poison: Poison) -> Callable[..., list[KVCacheBlock]]:
+    def noted(request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
+        new_blocks = allocate(request_id, num_tokens, num_tokens_main_model)
+        poison.allocated += [block.block_id for block in new_blocks]
+        return new_blocks
+
+    return noted

@@ -14,7 +14,6 @@ from ...core.mechanisms.base import settled
 from ...core.mechanisms.pressure import SCORES_STAY_FRESH
 from ...core.plan import EvictionPlan, Reports
 from ..start.versions import waiting_with_blocks
-from .allocation import before_giving_up
 from .managers import FROM_HOST
 from .shadows import ShadowRequests
 from .view import EngineView
@@ -35,7 +34,7 @@ class PoolRelief(Pressure):
     def __init__(self, scheduler: EngineView) -> None:
         super().__init__(scheduler)
         self._scheduler, self._cache = scheduler, scheduler.kv_cache_manager
-        before_giving_up(self._cache, self.make_room)
+        scheduler.slots.make_room = self.make_room
         self._warned = self._said = False
         #: The waiting request that tried last to find room, how many others held blocks then, and the step.
         self._tried: tuple[str, int, int] | None = None

@@ -1,8 +1,7 @@
 """Moves blocks of requests to the host, where layers read them, and lets other requests start with these blocks."""
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from ...core.mechanisms import Metric, Staging
 from ...core.mechanisms.staging import Arriving, room_to_come
 from ...core.plan import EvictionPlan
 from ...environment import poison_mode
+from ..seams import replaces
 from ..start.attending import kv_heads
 from .allocation import take_from_host
 from .hits import Hit
@@ -71,8 +71,7 @@ class Reaching(Staging):
         # that it starts with.
         alike = pool.hash_block_size == self._manager.block_size
         self._caches = pool.enable_caching and alike and scheduler.connector is None
-        #: Whether vLLM's lookup of a prefix finds blocks of the host, too.
-        self._finds = False
+        self.finds = False
         groups = scheduler.kv_cache_config.kv_cache_groups
         own = groups[self._manager.kv_cache_group_id]
         #: Managers of other KV groups whose blocks go to the host, too: a copy of a block has all that is theirs.
@@ -82,8 +81,10 @@ class Reaching(Staging):
         #: Blocks of these groups that are worth host memory, while they are in the prefix cache.
         self._ends: set[int] = set()
         if self._caches:
-            self._watch(pool)
-            take_from_host(self._cache)
+            self._void = self.view.part(Outdated)
+            self._void.before_handing_out = self._keep
+            find_on_host.on(pool, self)
+            take_from_host.on(self._cache.coordinator, pool)
             if pool.enable_kv_cache_events:
                 HostEvents(pool, self.pool)
 
@@ -97,37 +98,14 @@ class Reaching(Staging):
         rooms = f"rooms of {limits.room} blocks at most"
         return f"layers read {blocks}, in {rooms}, {of_room} MiB of the pool for each request"
 
-    def _watch(self, pool: Any) -> None:
-        """Keep blocks that leave the prefix cache, as the pool hands them out, and let lookups find them."""
-        evict, cached, own = pool._maybe_evict_cached_block, pool.get_cached_block, self._manager.kv_cache_group_id
-        outdated = self.view.part(Outdated).blocks
-
-        @wraps(evict)
-        def evicted(block: KVCacheBlock) -> bool:
-            key, block_id = block.block_hash, block.block_id
-            wanted = key is not None and (get_group_id(key) == own or block_id in self._ends)
-            # A block in use leaves the prefix cache because no step computes it, or because it is written next.
-            if wanted and not block.ref_cnt and block_id not in outdated:
-                self.pool.keep(self.view.next_plan, self._manager.number, key, block_id)
-            self._ends.discard(block_id)
-            return bool(evict(block))
-
-        @wraps(cached)
-        def found(block_hash: Any, kv_cache_group_ids: list[int]) -> list[KVCacheBlock] | None:
-            blocks: list[KVCacheBlock] | None = cached(block_hash, kv_cache_group_ids)
-            if blocks is not None or not self._finds:
-                return blocks
-            each = []
-            for group in kv_cache_group_ids:
-                if blocks := cached(block_hash, [group]):
-                    each += blocks
-                elif self.pool.find(make_block_hash_with_group_id(block_hash, group)) is not None:
-                    each.append(FROM_HOST)
-                else:
-                    return None
-            return each
-
-        pool._maybe_evict_cached_block, pool.get_cached_block = evicted, found
+    def _keep(self, block: KVCacheBlock) -> None:
+        """Keep what a block has that leaves the prefix cache, as the pool hands it out."""
+        key, block_id = block.block_hash, block.block_id
+        wanted = key is not None and (get_group_id(key) == self._manager.kv_cache_group_id or block_id in self._ends)
+        # A block in use leaves the prefix cache because no step computes it, or because it is written next.
+        if wanted and not block.ref_cnt and block_id not in self._void.blocks:
+            self.pool.keep(self.view.next_plan, self._manager.number, key, block_id)
+        self._ends.discard(block_id)
 
     def _hashes(self, request: Request, manager: Any) -> Sequence[Any]:
         """Return the hashes of a request's full blocks in one KV group."""
@@ -199,11 +177,11 @@ class Reaching(Staging):
             The blocks of each of vLLM's KV groups, and where those of the scheduler's group are: in the prefix cache,
             and on the host.
         """
-        self._finds = True
+        self.finds = True
         try:
             tables, _, _ = self._cache.coordinator.find_longest_cache_hit(request.block_hashes, most)
         finally:
-            self._finds = False
+            self.finds = False
         own = tables[self._manager.kv_cache_group_id]
         numbers = (self.pool.find(self._key(each)) for each in self._hashes(request, self._manager))
         return list(tables), [(None if block is FROM_HOST else block, number) for block, number in zip(own, numbers)]
@@ -357,6 +335,29 @@ class Reaching(Staging):
     def before_stats(self) -> None:
         name, used, unused = self._scheduler.kv_policy.name, self.pool.used, self.pool.unused
         self._scheduler.tally.hold(name, used=used, unused=unused, bytes=used * self.block_bytes)
+
+
+@replaces(
+    "vllm.v1.core.block_pool:BlockPool.get_cached_block",
+    why="lookups of a prefix find blocks of the host, too: `FROM_HOST`",
+    remove_when="a prefix of vLLM may have blocks outside of its pool",
+)
+def find_on_host(cached: Callable[..., list[KVCacheBlock] | None], reaching: Reaching) -> Callable[..., Any]:
+    def found(block_hash: Any, kv_cache_group_ids: list[int]) -> list[KVCacheBlock] | None:
+        blocks = cached(block_hash, kv_cache_group_ids)
+        if blocks is not None or not reaching.finds:
+            return blocks
+        each = []
+        for group in kv_cache_group_ids:
+            if blocks := cached(block_hash, [group]):
+                each += blocks
+            elif reaching.pool.find(make_block_hash_with_group_id(block_hash, group)) is not None:
+                each.append(FROM_HOST)
+            else:
+                return None
+        return each
+
+    return found
 
 
 def _moved(action: Action) -> list[int]:

@@ -24,11 +24,12 @@ from ...core.blocks import RequestBlocks
 from ...core.mechanisms import Step
 from ...core.mechanisms.base import M, Mechanisms, settled
 from ...core.plan import PLAN, EvictionPlan, Scoring
+from ..seams import replaces
 from ..start.drafters import lookahead
 from ..start.room import tell
 from ..start.versions import any_waits
 from .admission import Admission
-from .allocation import count_published, limit_tokens, note_published
+from .allocation import Slots, count_published, limit_tokens
 from .followers import follow
 from .hits import Hit, Hits
 from .managers import BESIDE, ChunkManager, EvictableManager, SlidingManager, StateManager, put_beside
@@ -46,6 +47,14 @@ logger = init_logger("vllm.evict")
 Base: Any = object
 
 
+@replaces(
+    "vllm.v1.core.sched.scheduler:Scheduler",
+    methods="__init__ schedule update_from_output _free_request_blocks _free_request finish_requests "
+    "reset_prefix_cache _build_kv_connector_meta _handle_invalid_blocks make_stats add_request "
+    "_update_request_as_session _get_local_prefix_cache_hit has_requests set_pause_state",
+    why="plans and decides with each step; `scheduler_cls` of vLLM's configuration names it",
+    remove_when="never: vLLM has schedulers of plugins",
+)
 class EvictionMixin(Base):
     """Adds eviction to a vLLM scheduler: plans with `schedule`, decides with `update_from_output`.
 
@@ -54,7 +63,8 @@ class EvictionMixin(Base):
     (docs/architecture.md, "When an evicted block is used again").
 
     The parts are objects: `mechanisms` decide, `admission` grants policies, `hits` cuts prefix hits, `reports` takes
-    what workers report, `usages` tells the front end, `seats` counts slots of workers.
+    what workers report, `usages` tells the front end, `seats` counts slots of workers, `slots` has what they do where
+    vLLM allocates blocks.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -63,8 +73,9 @@ class EvictionMixin(Base):
         self.max_in_flight_tokens = self.vllm_config.max_in_flight_tokens
         self.tally = Tally()
         self.kv_managers, self.other_managers = self._managers()
-        count_published(self.kv_cache_manager, self._published_tokens)
-        note_published(self.kv_cache_manager.block_pool, self._note_published)
+        count_published.on(self.kv_cache_manager, self._published_tokens)
+        self.slots = Slots(self.kv_cache_manager)
+        self.slots.published.append(self._note_published)
         self._plan = EvictionPlan.empty(len(self.kv_managers))
         self.hits = Hits(self)
         self.admission = Admission(self, self.hits)
@@ -75,9 +86,9 @@ class EvictionMixin(Base):
         for follower in follow(self):
             self.mechanisms.add(follower, last=False)
         self.seats = Seats(self)
-        limit_tokens(
-            self, [*self.seats.limits, *(each.limit_tokens for each in self.mechanisms.having("limit_tokens"))]
-        )
+        self.slots.replace()
+        if limits := [*self.seats.limits, *(each.limit_tokens for each in self.mechanisms.having("limit_tokens"))]:
+            limit_tokens.on(self, limits)
         logger.info(start_up_line(self))
 
     def _managers(self) -> tuple[list[EvictableManager], list[SlidingManager | ChunkManager | StateManager]]:

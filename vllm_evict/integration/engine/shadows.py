@@ -5,9 +5,8 @@ One shadow runs at a time. No client sees it: its outputs are removed from the s
 
 import itertools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 from vllm.sampling_params import SamplingParams
@@ -18,6 +17,7 @@ from vllm.v1.request import Request, RequestStatus
 from ...config import KVPolicyConfig
 from ...core.blocks import RequestBlocks
 from ...core.mechanisms import Mechanism
+from ..seams import replaces
 from .view import EngineView
 
 
@@ -72,15 +72,7 @@ class ShadowRequests(Mechanism):
         self.current: Shadow | None = None
         self._hidden: set[str] = set()
         self._ids = itertools.count()
-        cache = scheduler.kv_cache_manager
-        record = cache.record_prefix_cache_stats
-
-        @wraps(record)
-        def record_prefix_cache_stats(request: Request, *args: Any, **kwargs: Any) -> None:
-            if not self.owns(request.request_id):
-                record(request, *args, **kwargs)
-
-        cache.record_prefix_cache_stats = record_prefix_cache_stats  # what clients' requests look up alone
+        leave_shadows_out.on(scheduler.kv_cache_manager, self)
 
     @classmethod
     def serves(cls, config: KVPolicyConfig) -> bool:
@@ -246,3 +238,16 @@ class ShadowUser(Mechanism):
     @property
     def _shadows(self) -> ShadowRequests:
         return self.view.part(ShadowRequests)
+
+
+@replaces(
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.record_prefix_cache_stats",
+    why="statistics of the prefix cache count what clients' requests look up, not shadows",
+    remove_when="vLLM counts requests of its own apart",
+)
+def leave_shadows_out(record: Callable[..., None], shadows: ShadowRequests) -> Callable[..., None]:
+    def record_prefix_cache_stats(request: Request, *args: Any, **kwargs: Any) -> None:
+        if not shadows.owns(request.request_id):
+            record(request, *args, **kwargs)
+
+    return record_prefix_cache_stats

@@ -14,11 +14,24 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from ...config import KVPolicyConfig, KVPolicyError
+from ..seams import replaces
 from ..start.attending import kv_heads
 from ..start.drafters import has_layers, lookahead
 from .managers import EvictableManager
 
 
+@replaces(
+    "vllm.v1.kv_cache_interface:FullAttentionSpec",
+    methods="max_memory_usage_bytes merge is_uniform_with_collection",
+    why="vLLM sizes its pool by what a request may hold; layers specify it (`customize_spec` of their backends)",
+    remove_when="never: vLLM has specs of plugins",
+)
+@replaces(
+    "vllm.v1.kv_cache_interface:MLAAttentionSpec",
+    methods="merge",
+    why="merged specs keep the plugin's fields",
+    remove_when="vLLM merges all fields of a spec",
+)
 @dataclass(frozen=True, kw_only=True)
 class _Evictable(KVCacheSpec):
     """Mixed into vLLM's specs of layers with evictable blocks.

@@ -28,6 +28,7 @@ class EngineView(SchedulerView, Protocol):
         room: of the pool.
         hits, admission: `Hits` and `Admission`.
         seats: counts the slots of workers that requests hold.
+        slots: `Slots`, what mechanisms do where vLLM allocates blocks.
         residents: request -> its blocks in the first KV group that may have holes.
         others: vLLM's own.
     """
@@ -38,6 +39,7 @@ class EngineView(SchedulerView, Protocol):
     room: Room
     hits: Any
     admission: Any
+    slots: Any
     seats: Seats
 
     vllm_config: VllmConfig

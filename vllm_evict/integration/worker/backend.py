@@ -19,6 +19,7 @@ from ...compute.kernel_blocks import KernelBlockViews
 from ...compute.probes import KERNEL_BLOCKS, LayerCall
 from ...config import KVPolicyError
 from ..engine.spec import EVICTABLE
+from ..seams import replaces
 from ..start import advice
 from ..start.versions import splits_in_builders
 
@@ -41,6 +42,22 @@ def resident_backend(
         kv_heads: of a layer on this rank, where heads are split: the group's pages have head slots for many layers.
     """
 
+    @replaces(
+        "vllm.v1.attention.backend:AttentionMetadataBuilder",
+        methods="get_cudagraph_support build_for_drafting",
+        why="full graphs of decodes only, and views for a drafter's passes",
+        remove_when="vLLM lets plugins wrap a backend that it has chosen",
+    )
+    @replaces(
+        "vllm.model_executor.layers.attention.mla_attention:MLACommonMetadataBuilder",
+        "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder",
+        "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder",
+        "vllm.v1.attention.backends.flashinfer:FlashInferMetadataBuilder",
+        "vllm.v1.attention.backends.triton_attn:TritonAttentionMetadataBuilder",
+        methods="__init__ build",
+        why="metadata is built from views",
+        remove_when="vLLM lets plugins change the block tables that metadata is built from",
+    )
     class ResidentBuilder(backend.get_builder_cls()):  # type: ignore[misc]  # the backend is known at run time
         #: If True, vLLM reuses finished metadata for other layers and replaces its view by a block table with holes.
         supports_update_block_table = False
@@ -97,6 +114,12 @@ def resident_backend(
             views = self.kernel_blocks or runtime
             return super().build(0, views.drafting_view(common_attn_metadata), fast_build=True)
 
+    @replaces(
+        "vllm.v1.attention.backend:AttentionBackend",
+        methods="get_builder_cls customize_spec",
+        why="has that builder, and the plugin's KV cache specs; layers of the model get it as theirs",
+        remove_when="vLLM lets plugins wrap a backend that it has chosen",
+    )
     class ResidentBackend(backend):
         @staticmethod
         def get_builder_cls() -> type:
@@ -140,6 +163,21 @@ def working_impl(impl: type, ops: BackendOps, attended: set[Any]) -> type:
     Its instances have a `PLACE`. Each layer that it attends for is added to `attended`.
     """
 
+    @replaces(
+        "vllm.v1.attention.backend:AttentionImpl",
+        methods="fused_output_quant_supported",
+        why="the plugin's decode kernel does not quantise outputs",
+        remove_when="never: subclasses may say so",
+    )
+    @replaces(
+        "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl",
+        "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl",
+        "vllm.v1.attention.backends.flashinfer:FlashInferImpl",
+        "vllm.v1.attention.backends.triton_attn:TritonAttentionImpl",
+        methods="forward",
+        why="does a step's work beside the stock kernel or in its place; a layer's attention becomes one of this class",
+        remove_when="vLLM lets plugins wrap a backend that it has chosen",
+    )
     class WorkingImpl(impl):
         def fused_output_quant_supported(self, quant_key: Any) -> bool:
             """False: the plugin's decode kernel does not quantise outputs."""

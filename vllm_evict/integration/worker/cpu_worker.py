@@ -7,9 +7,16 @@ from typing import Any
 import numpy as np
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from ..seams import replaces
 from .worker import EvictionWorkerMixin
 
 
+@replaces(
+    "vllm.v1.worker.cpu_worker:CPUWorker",
+    methods="sample_tokens",
+    why="generators of requests with a `seed` draw for tokens of answers alone: CPU generators cannot be set back",
+    remove_when="vLLM draws no token that it drops",
+)
 class CPUEvictionWorker(EvictionWorkerMixin, CPUWorker):
     """vLLM's `CPUWorker` with eviction."""
 

@@ -1,16 +1,14 @@
-"""FlashAttention's LSE: its kernels return it at no cost, and vLLM's backend does not ask for it.
-
-Needed until an option of vLLM's backend returns it.
-"""
+"""FlashAttention's LSE, which vLLM's backend does not ask for."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import wraps
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import torch
+
+from ..seams import extends
 
 #: Backend -> the module of vLLM that has it, and calls FlashAttention by its name.
 MODULES = {
@@ -26,7 +24,7 @@ _captured: list[torch.Tensor] | None = None
 def capture_lse(backend: str) -> Iterator[list[torch.Tensor]]:
     """In this context each call of FlashAttention by one of `MODULES` adds its LSE, float32 [H, T], to the list."""
     global _captured
-    _wrap(import_module(MODULES[backend]))
+    return_lse.once(import_module(MODULES[backend]))
     captured: list[torch.Tensor] = []
     _captured = captured
     try:
@@ -35,11 +33,14 @@ def capture_lse(backend: str) -> Iterator[list[torch.Tensor]]:
         _captured = None
 
 
-def _wrap(module: ModuleType) -> None:
-    """Wrap the function that a module's backend calls by its name; once."""
-    attend = module.flash_attn_varlen_func
-    if getattr(attend, "kv_evict_captures_lse", False):
-        return
+@extends(
+    "vllm.v1.attention.backends.flash_attn",
+    "vllm.v1.attention.backends.flash_attn_diffkv",
+    why="the kernels return the LSE at no cost, and vLLM's backend does not ask for it",
+    remove_when="an option of vLLM's backend returns it",
+)
+def return_lse(module: Any) -> None:
+    attend = module.flash_attn_varlen_func  # which a backend calls by this name
 
     @wraps(attend)
     def with_lse(*args: Any, **kwargs: Any) -> Any:
@@ -49,5 +50,4 @@ def _wrap(module: ModuleType) -> None:
         _captured.append(lse)
         return output
 
-    vars(with_lse)["kv_evict_captures_lse"] = True
-    vars(module)["flash_attn_varlen_func"] = with_lse
+    module.flash_attn_varlen_func = with_lse

@@ -12,7 +12,6 @@ can run. Each rank chooses by itself which of the two graphs of that size it rep
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
-from functools import wraps
 from typing import Any
 
 from vllm.config import CUDAGraphMode
@@ -21,6 +20,7 @@ from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
 from ...compute.graphs import Attends
 from ...compute.runtime import EvictionRuntime
+from ..seams import become, replaces
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,12 @@ class OwnBatch(BatchDescriptor):
     """V1: descriptor of a graph that measures."""
 
 
+@replaces(
+    "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher",
+    methods="initialize_cudagraph_keys dispatch",
+    why="V1: two graphs for each batch size; the dispatcher that a runner has made becomes one of this class",
+    remove_when="vLLM lets backends add descriptors of graphs, and choose one",
+)
 class EvictionDispatcher(CudagraphDispatcher):
     """V1: keeps descriptors of both kinds of graphs, and chooses one for each step."""
 
@@ -49,11 +55,18 @@ class EvictionDispatcher(CudagraphDispatcher):
 
 def install_v1(runner: Any, runtime: EvictionRuntime) -> None:
     """Before the runner's KV cache is initialised."""
-    dispatcher, capture = runner.cudagraph_dispatcher, runner._warmup_and_capture
+    dispatcher = runner.cudagraph_dispatcher
     dispatcher.kv_evict = runtime
-    dispatcher.__class__ = EvictionDispatcher
+    become(dispatcher, EvictionDispatcher)
+    capture_v1.on(runner, runtime)
 
-    @wraps(capture)
+
+@replaces(
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._warmup_and_capture",
+    why="V1: a graph is captured with the work that it will be replayed with",
+    remove_when="vLLM captures a graph for each descriptor, and tells backends which one",
+)
+def capture_v1(capture: Callable[..., None], runtime: EvictionRuntime) -> Callable[..., None]:
     def _warmup_and_capture(
         desc: BatchDescriptor, cudagraph_runtime_mode: CUDAGraphMode, *args: Any, **kwargs: Any
     ) -> None:
@@ -61,7 +74,7 @@ def install_v1(runner: Any, runtime: EvictionRuntime) -> None:
         with runtime.capturing(attends), runtime.trying(graph=True) if attends else nullcontext():
             capture(desc, cudagraph_runtime_mode, *args, **kwargs)
 
-    runner._warmup_and_capture = _warmup_and_capture
+    return _warmup_and_capture
 
 
 def install_v2(runner: Any, runtime: EvictionRuntime) -> None:
@@ -73,6 +86,12 @@ def install_v2(runner: Any, runtime: EvictionRuntime) -> None:
     class OwnExecution(BatchExecutionDescriptor):
         """Descriptor of a graph that measures."""
 
+    @replaces(
+        "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager",
+        methods="capture",
+        why="V2: a graph is captured with the work that it will be replayed with",
+        remove_when="vLLM captures a graph for each descriptor, and tells backends which one",
+    )
     class Capturing(CudaGraphManager):
         """A second base, after `ModelCudaGraphManager`, which makes a graph's inputs."""
 
@@ -90,6 +109,12 @@ def install_v2(runner: Any, runtime: EvictionRuntime) -> None:
 
             super().capture(create, *args, **kwargs)
 
+    @replaces(
+        "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager",
+        methods="dispatch",
+        why="V2: two graphs for each batch size; the manager that a runner has made becomes one of this class",
+        remove_when="vLLM lets backends add descriptors of graphs, and choose one",
+    )
     class EvictionGraphs(ModelCudaGraphManager, Capturing):
         """Keeps graphs by descriptors, and chooses one for each step."""
 
@@ -101,11 +126,18 @@ def install_v2(runner: Any, runtime: EvictionRuntime) -> None:
             return desc if attends in (None, Attends.STOCK) else _as(OwnExecution, desc)
 
     if runner.speculator is not None:
-        _leave_drafter_without_full_graphs(runner.speculator)
-    gather, initialize = runner.gather_batch_req_state, runner.initialize_kv_cache
-    prepare = runner.model_state.prepare_attn
+        draft_without_full_graphs.on(runner.speculator)
+    gather_batch.on(runner, runtime)
+    prepare_attn.on(runner.model_state, runtime)
+    initialize_graphs.on(runner, runner, runtime, EvictionGraphs, OwnExecution)
 
-    @wraps(gather)
+
+@replaces(
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.gather_batch_req_state",
+    why="V2: a rank whose step fits no graph votes for none",
+    remove_when="vLLM lets backends choose among graphs before ranks agree",
+)
+def gather_batch(gather: Callable[..., Any], runtime: EvictionRuntime) -> Callable[..., Any]:
     def gather_batch_req_state(*args: Any, **kwargs: Any) -> tuple[Any, int | None]:
         batch, uniform_token_count = gather(*args, **kwargs)
         # Set here, not in `dispatch`, so that other data-parallel ranks get it: all run without a full graph.
@@ -113,36 +145,55 @@ def install_v2(runner: Any, runtime: EvictionRuntime) -> None:
             uniform_token_count = None
         return batch, uniform_token_count
 
-    @wraps(prepare)
+    return gather_batch_req_state
+
+
+@replaces(
+    "vllm.v1.worker.gpu.model_states.default:DefaultModelState.prepare_attn",
+    why="V2: ranks may have agreed on no graph",
+    remove_when="vLLM tells backends the mode of a step before they build metadata",
+)
+def prepare_attn(prepare: Callable[..., Any], runtime: EvictionRuntime) -> Callable[..., Any]:
     def prepare_attn(input_batch: Any, cudagraph_mode: CUDAGraphMode, *args: Any, **kwargs: Any) -> Any:
         if cudagraph_mode != CUDAGraphMode.FULL:
             runtime.choose_graph(False)  # ranks may have agreed on no graph after dispatch
         return prepare(input_batch, cudagraph_mode, *args, **kwargs)
 
-    @wraps(initialize)
+    return prepare_attn
+
+
+@replaces(
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.initialize_kv_cache",
+    why="V2: the manager of graphs that the runner makes here gets descriptors of both kinds",
+    remove_when="vLLM lets backends add descriptors of graphs, and choose one",
+)
+def initialize_graphs(
+    initialize: Callable[..., Any], runner: Any, runtime: EvictionRuntime, graphs: type, own: type
+) -> Callable[..., Any]:
     def initialize_kv_cache(*args: Any, **kwargs: Any) -> Any:
         result = initialize(*args, **kwargs)
         manager = runner.cudagraph_manager
-        manager.__class__ = EvictionGraphs
+        become(manager, graphs)
         full = manager._capture_descs.get(CUDAGraphMode.FULL, [])
         if runtime.measures_in_graphs is not None:
             # Largest first, both graphs of a size together: vLLM's profiling extrapolates from the first two graphs.
-            full[:] = [each for desc in full for each in (desc, _as(OwnExecution, desc))]
+            full[:] = [each for desc in full for each in (desc, _as(own, desc))]
         return result
 
-    runner.gather_batch_req_state, runner.initialize_kv_cache = gather_batch_req_state, initialize_kv_cache
-    runner.model_state.prepare_attn = prepare_attn
+    return initialize_kv_cache
 
 
-def _leave_drafter_without_full_graphs(speculator: Any) -> None:
-    """Have V2's drafter capture piecewise graphs at most, as V1's does: its passes read views at several addresses."""
-    init = speculator.init_cudagraph_manager
+@replaces(
+    "vllm.v1.worker.gpu.spec_decode.speculator:BaseSpeculator.init_cudagraph_manager",
+    why="V2's drafter captures piecewise graphs at most, as V1's does: its passes read views at several addresses",
+    remove_when="the plugin's views of a drafter's passes have fixed addresses",
+)
+def draft_without_full_graphs(init: Callable[[CUDAGraphMode], None]) -> Callable[[CUDAGraphMode], None]:
+    def init_cudagraph_manager(cudagraph_mode: CUDAGraphMode) -> None:
+        piecewise = cudagraph_mode.has_piecewise_cudagraphs()
+        init(CUDAGraphMode.PIECEWISE if piecewise else CUDAGraphMode.NONE)
 
-    @wraps(init)
-    def init_cudagraph_manager(mode: CUDAGraphMode) -> None:
-        init(CUDAGraphMode.PIECEWISE if mode.has_piecewise_cudagraphs() else CUDAGraphMode.NONE)
-
-    speculator.init_cudagraph_manager = init_cudagraph_manager
+    return init_cudagraph_manager
 
 
 def _captured(runtime: EvictionRuntime, mode: CUDAGraphMode, measures: bool) -> Attends | None:

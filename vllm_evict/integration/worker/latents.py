@@ -16,6 +16,7 @@ from ...compute.attention.ops import BackendOps
 from ...compute.kernel_blocks import whole_blocks
 from ...compute.probes import LayerCall
 from ...compute.work import StepWork
+from ..seams import replaces
 from .backend import PLACE, STEP_WORK
 
 #: The layer that Kimi-Linear and Kimi K3 have on NVIDIA GPUs. A CPU may not import its module.
@@ -85,6 +86,12 @@ def working_latent(layer: type, ops: BackendOps, attended: set[Any], block_size:
             cache = whole_blocks(self.kv_cache, block_size)
             return LayerCall(ops, self, getattr(self.impl, PLACE), query, cache, metadata, output)
 
+    @replaces(
+        "vllm.model_executor.layers.attention:MLAAttention",
+        methods="forward_impl",
+        why="does the step's work around the stock kernels; a layer that the model has becomes one of this class",
+        remove_when="vLLM lets backends wrap a whole layer of latents",
+    )
     class WorkingLatent(Working):
         def forward_impl(
             self,
@@ -102,6 +109,12 @@ def working_latent(layer: type, ops: BackendOps, attended: set[Any], block_size:
             self.kv_evict_measure(q, attn_metadata, output)
             return result
 
+    @replaces(
+        "vllm.models.kimi_k3.nvidia.mla:MultiHeadLatentAttention",
+        methods="_attention",
+        why="the same for Kimi's layer",
+        remove_when="vLLM lets backends wrap a whole layer of latents",
+    )
     class WorkingKimi(Working):
         @eager_break_during_capture
         def _attention(self, positions: Any, q: Any, kv_c_normed: Any, k_pe: Any, attn_out: Any) -> None:

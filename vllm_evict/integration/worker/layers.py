@@ -32,6 +32,7 @@ from ...core.layout import Layout
 from ...environment import decode_kernel
 from ...policies import RUNNING
 from ..engine.spec import EvictableSpec, most_held
+from ..seams import become, replaces
 from ..start import advice, attending, drafters, windows
 from ..start.capabilities import of_layers, refuse
 from ..start.capabilities.server import Layers
@@ -49,6 +50,12 @@ unify_kv_cache_spec_page_size = import_moved(_SPECS, "unify_kv_cache_spec_page_s
 PARTS = "kv_evict_parts"
 
 
+@replaces(
+    "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase",
+    methods="get_attn_backend get_kv_cache_spec",
+    why="stands in for the heads of many layers",
+    remove_when="vLLM has KV groups of heads",
+)
 class HeadSlots(AttentionLayerBase):
     """A stand-in layer whose pages hold heads of many layers: vLLM gives one cache to one layer name.
 
@@ -242,7 +249,7 @@ def _whole(
     working = {each: make(each, ops, attended) for each in set(map(type, attending))}
     for (place, layer), attends in zip(places, attending):
         layer.attn_backend = resident[layer.attn_backend]
-        attends.__class__ = working[type(attends)]
+        become(attends, working[type(attends)])
         setattr(layer.impl, PLACE, place)
         group.layers[layer] = layer.layer_name
     return group
@@ -284,12 +291,12 @@ def _split(
             holder = vllm_config.compilation_config.static_forward_context[pages[place.group]]
             where = head, place.heads, place.first, counts[place.group]
             parts.append(part_of(layer, pages[place.group], holder, ops.heads_dim, *where))
-            parts[-1].impl.__class__ = working
+            become(parts[-1].impl, working)
             counts[place.group] += 1
             head += place.heads
             groups[place.group].layers[layer] = layer.layer_name
         setattr(layer, PARTS, parts)
-        layer.impl.__class__ = split_impl(type(layer.impl), parts, ops, attended)
+        become(layer.impl, split_impl(type(layer.impl), parts, ops, attended))
         # vLLM sees a layer without a cache of its own, which reads the cache and metadata of its first part.
         layer.kv_sharing_target_layer_name = parts[0].pages
         layer.attn_backend = vllm_config.compilation_config.static_forward_context[parts[0].pages].backend

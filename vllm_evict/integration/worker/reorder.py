@@ -26,6 +26,7 @@ from vllm.model_executor.model_loader.reload import record_metadata_for_reloadin
 from vllm.model_executor.parameter import BlockQuantScaleParameter
 
 from ...config import KVPolicyError
+from ..seams import replaces
 
 #: Advice: formats that use the weight loaders, or need no weights.
 FORMATS = "use --load-format auto, safetensors, pt or dummy"
@@ -78,21 +79,8 @@ def reordering(vllm_config: VllmConfig, order: np.ndarray) -> Iterator[None]:
         )
     load_format = str(vllm_config.load_config.load_format)
     models: list[Awaited] = []
-    initialize = base_loader.initialize_model
-
-    @wraps(initialize)
-    def initialize_model(*args: Any, **kwargs: Any) -> nn.Module:
-        if models:
-            raise KVPolicyError("KV heads can't be split where a second model is loaded with the first")
-        model = initialize(*args, **kwargs)
-        models.append(_wrap(model, vllm_config, order))
-        return model
-
-    base_loader.initialize_model = initialize_model
-    try:
+    with wrap_loaders.during(base_loader, models, vllm_config, order):
         yield
-    finally:
-        base_loader.initialize_model = initialize
     if not models:
         raise KVPolicyError(
             f"KV heads can't be split: --load-format {load_format} builds models in its own way; {FORMATS}"
@@ -105,19 +93,37 @@ def reordering(vllm_config: VllmConfig, order: np.ndarray) -> Iterator[None]:
         )
 
 
-def guard_reload(runner: Any) -> None:
-    """Have a model runner, whose model has its heads in another order, refuse weights that bypass the weight loaders.
+@replaces(
+    "vllm.model_executor.model_loader.base_loader:initialize_model",
+    why="weight loaders of a model are wrapped before any weight is loaded; replaced while the model is loaded",
+    remove_when="vLLM calls plugins between the making of a model and the loading of its weights",
+)
+def wrap_loaders(
+    initialize: Callable[..., nn.Module], models: list[Awaited], vllm_config: VllmConfig, order: np.ndarray
+) -> Callable[..., nn.Module]:
+    def initialize_model(*args: Any, **kwargs: Any) -> nn.Module:
+        if models:
+            raise KVPolicyError("KV heads can't be split where a second model is loaded with the first")
+        model = initialize(*args, **kwargs)
+        models.append(_wrap(model, vllm_config, order))
+        return model
 
-    Workers reload weights by the runner's method, and so do extensions of workers.
-    """
-    reload_weights = runner.reload_weights
+    return initialize_model
 
-    @wraps(reload_weights)
+
+@replaces(
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.reload_weights",
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.reload_weights",
+    why="a runner whose model has its heads in another order refuses weights that bypass the weight loaders",
+    remove_when="all weights pass weight loaders",
+)
+def guard_reload(reload_weights: Callable[..., Any]) -> Callable[..., Any]:
+    # Workers reload weights by the runner's method, and so do extensions of workers.
     def checked(*args: Any, **kwargs: Any) -> Any:
         check_reload(*args, **kwargs)
         return reload_weights(*args, **kwargs)
 
-    runner.reload_weights = checked
+    return checked
 
 
 def check_reload(weights_iterator: Any = None, weights_path: Any = None, is_checkpoint_format: bool = True) -> None:
@@ -248,36 +254,50 @@ def _wrap_linear(
                 if not block or part.size % block:
                     raise _refusal(full, f"it has a scale for {block} rows or columns, a head has {part.size}")
         awaited.update((full, shard) for shard in parts)
-        # It has to be a method of the layer: vLLM copies parameters, and replaces references to the layer in the
-        # copies.
-        parameter.weight_loader = MethodType(loader(load.__func__, full, dim, parts, awaited), linear)
+        loader.on(parameter, full, dim, parts, awaited)
     # vLLM made these copies when it built the model, and reloads weights through them: make them again.
     record_metadata_for_reloading(linear)
 
 
+@replaces(
+    "vllm.model_executor.layers.linear:QKVParallelLinear.weight_loader",
+    "vllm.model_executor.layers.linear:QKVParallelLinear.weight_loader_v2",
+    why="query, key and value heads are permuted as their weights are loaded",
+    remove_when="vLLM's weight loaders take an order of heads",
+)
 def _qkv_loader(
-    load: Callable[..., None], name: str, dim: str, parts: dict[str, HeadOrder], awaited: Awaited
+    load: MethodType, name: str, dim: str, parts: dict[str, HeadOrder], awaited: Awaited
 ) -> Callable[..., None]:
-    @wraps(load)
     def permuted(self: nn.Module, param: Any, loaded_weight: torch.Tensor, loaded_shard_id: str | None = None) -> None:
         # Without a shard id q, k and v come in one tensor. vLLM cuts it and calls its own loader, not this one.
         shards = tuple(parts) if loaded_shard_id is None else (loaded_shard_id,)
         wanted = [parts[shard] for shard in shards]
-        load(self, param, _permute(name, loaded_weight, getattr(param, dim, None), wanted), loaded_shard_id)
+        permuted_weight = _permute(name, loaded_weight, getattr(param, dim, None), wanted)
+        load.__func__(self, param, permuted_weight, loaded_shard_id)
         awaited.difference_update((name, shard) for shard in shards)
 
-    return permuted
+    return _method(permuted, load)
 
 
+@replaces(
+    "vllm.model_executor.layers.linear:RowParallelLinear.weight_loader",
+    "vllm.model_executor.layers.linear:RowParallelLinear.weight_loader_v2",
+    why="the output projection's inputs are permuted as its weights are loaded",
+    remove_when="vLLM's weight loaders take an order of heads",
+)
 def _out_loader(
-    load: Callable[..., None], name: str, dim: str, parts: dict[str, HeadOrder], awaited: Awaited
+    load: MethodType, name: str, dim: str, parts: dict[str, HeadOrder], awaited: Awaited
 ) -> Callable[..., None]:
-    @wraps(load)
     def permuted(self: nn.Module, param: Any, loaded_weight: torch.Tensor) -> None:
-        load(self, param, _permute(name, loaded_weight, getattr(param, dim, None), list(parts.values())))
+        load.__func__(self, param, _permute(name, loaded_weight, getattr(param, dim, None), list(parts.values())))
         awaited.discard((name, ""))
 
-    return permuted
+    return _method(permuted, load)
+
+
+def _method(loader: Callable[..., None], load: MethodType) -> MethodType:
+    """Return a loader as a method of the layer: vLLM copies parameters, and replaces references to it in the copies."""
+    return MethodType(wraps(load.__func__)(loader), load.__self__)
 
 
 def _permute(name: str, tensor: torch.Tensor, dim: int | None, parts: list[HeadOrder]) -> torch.Tensor:

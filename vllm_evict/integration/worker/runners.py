@@ -3,9 +3,8 @@
 Both runners update their tables by the scheduler's new blocks only. vLLM never tells them that a block was evicted.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import wraps
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from vllm.logger import init_logger
 
 from ...compute.runtime import EvictionRuntime
 from ...config import KVPolicyError
+from ..seams import replaces
 from . import graphs
 
 logger = init_logger("vllm.evict")
@@ -20,14 +20,20 @@ logger = init_logger("vllm.evict")
 
 def install(runner: Any, runtime: EvictionRuntime, v2: bool) -> None:
     """Give `runtime` the runner's batches, and write its holes into the runner's tables."""
-    (_install_v2 if v2 else _install_v1)(runner, runtime)
+    if v2:
+        update_requests.on(runner, runner, runtime)
+        prepare_attn.on(runner, runtime)
+    else:
+        update_states.on(runner, runner, runtime)
     (graphs.install_v2 if v2 else graphs.install_v1)(runner, runtime)
 
 
-def _install_v1(runner: Any, runtime: EvictionRuntime) -> None:
-    update = runner._update_states
-
-    @wraps(update)
+@replaces(
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._update_states",
+    why="V1: holes and moved blocks are written into the runner's block tables",
+    remove_when="vLLM's scheduler can tell runners that entries of a block table changed",
+)
+def update_states(update: Callable[..., Any], runner: Any, runtime: EvictionRuntime) -> Callable[..., Any]:
     def _update_states(scheduler_output: Any) -> Any:
         runtime.check_begun(scheduler_output)
         corrections = update(scheduler_output)
@@ -48,13 +54,15 @@ def _install_v1(runner: Any, runtime: EvictionRuntime) -> None:
         runtime.views.tables = [table.gpu for table in tables]
         return corrections
 
-    runner._update_states = _update_states
+    return _update_states
 
 
-def _install_v2(runner: Any, runtime: EvictionRuntime) -> None:
-    update, prepare = runner.update_requests, runner.prepare_attn
-
-    @wraps(update)
+@replaces(
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.update_requests",
+    why="V2: the same",
+    remove_when="vLLM's scheduler can tell runners that entries of a block table changed",
+)
+def update_requests(update: Callable[..., None], runner: Any, runtime: EvictionRuntime) -> Callable[..., None]:
     def update_requests(scheduler_output: Any) -> None:
         runtime.check_begun(scheduler_output)
         update(scheduler_output)
@@ -66,18 +74,25 @@ def _install_v2(runner: Any, runtime: EvictionRuntime) -> None:
                     for start, length in _runs(sorted(blocks)):
                         table.stage_write(row, start, [blocks[start + offset] for offset in range(length)])
 
-    @wraps(prepare)
+    return update_requests
+
+
+@replaces(
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_attn",
+    why="V2: views are built from the block tables of the step's batch",
+    remove_when="metadata builders get the requests of a batch, and the block tables of all KV groups",
+)
+def prepare_attn(prepare: Callable[..., Any], runtime: EvictionRuntime) -> Callable[..., Any]:
     def prepare_attn(input_batch: Any) -> Any:
         runtime.batch.req_ids = input_batch.req_ids
         tables, slots = prepare(input_batch)
         runtime.views.tables = [tables[number] for number in runtime.numbers]
         return tables, slots
 
-    runner.update_requests, runner.prepare_attn = update_requests, prepare_attn
+    return prepare_attn
 
 
-@contextmanager
-def profiling(runner: Any, step: int, between: int, device: torch.device) -> Iterator[None]:
+def profiling(runner: Any, step: int, between: int, device: torch.device) -> AbstractContextManager[None]:
     """Let vLLM's memory profiling include the plugin's memory of a step.
 
     Args:
@@ -86,20 +101,23 @@ def profiling(runner: Any, step: int, between: int, device: torch.device) -> Ite
         between: bytes before or after that.
         device: where the memory is.
     """
-    profile = runner.profile_run
+    return profile_run.during(runner, step, between, device)
 
-    @wraps(profile)
+
+@replaces(
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.profile_run",
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.profile_run",
+    why="vLLM's memory profiling includes the plugin's memory of a step",
+    remove_when="vLLM asks backends for the memory that they need",
+)
+def profile_run(profile: Callable[..., None], step: int, between: int, device: torch.device) -> Callable[..., None]:
     def profile_run(*args: Any, **kwargs: Any) -> None:
         held = torch.empty(step, dtype=torch.uint8, device=device)
         profile(*args, **kwargs)
         del held
         torch.empty(between, dtype=torch.uint8, device=device)
 
-    runner.profile_run = profile_run
-    try:
-        yield
-    finally:
-        del runner.profile_run
+    return profile_run
 
 
 def check_paths(runner: Any, runtime: EvictionRuntime) -> None:

@@ -17,6 +17,7 @@ from ...compute.runtime import EvictionRuntime
 from ...compute.step_parts import StepPart
 from ...core.plan import REPORTS, Reports
 from ..engine.spec import alike_bytes, host_blocks, policy_config
+from ..seams import replaces
 from ..start import attending, windows
 from ..start.describe import ignored_settings, kernels_line
 from . import layers, runners
@@ -31,6 +32,14 @@ logger = init_logger("vllm.evict")
 Base: Any = object
 
 
+@replaces(
+    "vllm.v1.worker.cpu_worker:CPUWorker",
+    "vllm.v1.worker.gpu_worker:Worker",
+    methods="load_model get_kv_cache_spec determine_available_memory initialize_from_config execute_model "
+    "sample_tokens compile_or_warm_up_model",
+    why="carries out plans and reports; `worker_cls` of vLLM's configuration names it",
+    remove_when="never: vLLM has workers of plugins",
+)
 class EvictionWorkerMixin(Base):
     """Carries out the plan on each `SchedulerOutput`, and returns reports on the step's `ModelRunnerOutput`."""
 
@@ -48,7 +57,7 @@ class EvictionWorkerMixin(Base):
         if placed is None or placed.order is None:
             super().load_model(*args, **kwargs)
             return
-        guard_reload(self.model_runner)
+        guard_reload.on(self.model_runner)
         with reordering(self.vllm_config, placed.order):
             super().load_model(*args, **kwargs)
 
@@ -188,6 +197,12 @@ def with_reports(output: Any, told: Mapping[str, Any], copied: Any = None) -> An
     return output
 
 
+@replaces(
+    "vllm.v1.outputs:AsyncModelRunnerOutput",
+    methods="get_output",
+    why="reports wait with the step's output, until it is awaited",
+    remove_when="outputs of vLLM carry fields of plugins",
+)
 class _Reporting(AsyncModelRunnerOutput):
     def __init__(self, output: AsyncModelRunnerOutput, *told: Any) -> None:
         self._output, self._told = output, told
