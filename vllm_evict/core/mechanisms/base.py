@@ -211,8 +211,11 @@ class Mechanism(ABC):
         """Return how many of `new_tokens`, for which vLLM has room, a request may compute in the step being planned."""
         return new_tokens
 
-    def on_offer(self, request: Any, blocks: RequestBlocks, offer: Offer) -> Offer:
-        """Return what a request can lose when the pool runs out, in place of what its blocks alone tell."""
+    def on_offer(self, request: Any, blocks: RequestBlocks, taker: Any, offer: Offer) -> Offer:
+        """Return what a request can lose when the pool runs out, in place of what its blocks alone tell.
+
+        `taker` is the request that vLLM allocates blocks for. It may be the same one.
+        """
         return offer
 
     def before_metadata(self, tokens: Mapping[str, int]) -> None:  # noqa: B027

@@ -113,6 +113,7 @@ class Pressure(Mechanism):
         missing: int,
         frees: Callable[[Group, str, int], bool],
         *,
+        taker: Any,
         unscored: bool,
         by_priority: bool,
     ) -> list[Action]:
@@ -125,6 +126,7 @@ class Pressure(Mechanism):
             missing: blocks that have to become free.
             frees: (group, request, logical block) -> whether evicting the block frees it for the request that lacks
                 room.
+            taker: the request that lacks room.
             unscored: whether blocks younger than the last report of their request may go.
             by_priority: whether vLLM schedules by priority, where a larger number is a lower priority.
 
@@ -132,7 +134,7 @@ class Pressure(Mechanism):
             Actions that free at least `missing` blocks; an empty list if no choice does.
         """
         holders = [(group, giver) for giver in givers for group in self.view.groups]
-        offers = [self.offer(*holder, unscored=unscored) for holder in holders]
+        offers = [self.offer(*holder, taker=taker, unscored=unscored) for holder in holders]
         gifts = [self._gift(*holder, offer, frees) for holder, offer in zip(holders, offers)]
         left, copies = [spare for spare, _ in gifts], [copies for _, copies in gifts]
         if sum(left) - sum(copies) < missing:
@@ -186,15 +188,15 @@ class Pressure(Mechanism):
         tokens = max(self._buffer, SCORES_STAY_FRESH * requests * len(groups))
         return math.ceil(tokens / groups[0].block_size)
 
-    def offer(self, group: Group, request: Any, *, unscored: bool = True) -> Offer:
-        """`RequestBlocks.offer` of a request; nothing if it may lose no block in the step being planned."""
+    def offer(self, group: Group, request: Any, *, taker: Any, unscored: bool = True) -> Offer:
+        """Return what a request offers `taker`; nothing if it may lose no block in the step being planned."""
         blocks = group.residents[request.request_id]
         # What the step being planned publishes must be computed without holes.
         publishes = blocks.state.published_tokens > request.num_computed_tokens
         if publishes or not blocks.started or not blocks.under_pressure:
             return Offer(NO_BLOCKS, np.empty(0), 0)
         offer = Offer(*blocks.offer(settled(request), blocks.of(Offered).report, unscored=unscored))
-        return self.view.mechanisms.passed("on_offer", offer, request, blocks)
+        return self.view.mechanisms.passed("on_offer", offer, request, blocks, taker)
 
 
 def ascending(values: np.ndarray, few: int) -> Iterator[int]:

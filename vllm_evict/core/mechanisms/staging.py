@@ -63,7 +63,7 @@ class Staging(Mechanism):
         self._pages = staging_blocks(view.max_model_len, view.groups[0].block_size)
         #: Staging pages that no prompt of the step being planned needs.
         self._free = self._pages
-        #: Request of the step being planned -> whether it decodes. vLLM allocates blocks for the last request.
+        #: Request of the step being planned -> whether it decodes.
         self._planned: dict[str, bool] = {}
         self.arriving: dict[str, Arriving] = {}
 
@@ -92,7 +92,7 @@ class Staging(Mechanism):
         self._free -= holes
         return new_tokens
 
-    def on_offer(self, request: Any, blocks: RequestBlocks, offer: Offer) -> Offer:
+    def on_offer(self, request: Any, blocks: RequestBlocks, taker: Any, offer: Offer) -> Offer:
         """Do as `Mechanism.on_offer` says.
 
         Decodes of a request read less from its first block on the host on. So few requests give many blocks: one gives
@@ -100,21 +100,20 @@ class Staging(Mechanism):
         """
         if not blocks.config.reaches:
             return offer
-        spare, writes, cost = self._movable(request, offer.spare), room_to_come(blocks), offer.cost
+        spare, writes, cost = self._movable(request, taker, offer.spare), room_to_come(blocks), offer.cost
         if len(writes):
             cost = np.full(len(cost), APART // 2 - spare, float)
         return Offer(offer.blocks, cost, spare, writes)
 
-    def _movable(self, request: Any, spare: int) -> int:
+    def _movable(self, request: Any, taker: Any, spare: int) -> int:
         """Return how many of `spare` blocks a request may move to the host with the step being planned.
 
         Staging has pages for the holes that a prompt had when its chunk was planned. So it moves no more blocks,
-        but for the prompt that vLLM allocates blocks for, which takes free pages.
+        but for the prompt that lacks room itself, which takes free pages.
         """
         if self._planned.get(request.request_id, True):
             return spare
-        last = request.request_id == next(reversed(self._planned))
-        return min(spare, self._free) if last else 0
+        return min(spare, self._free) if request is taker else 0
 
     def on_applied(self, applied: Applied) -> None:
         action = applied.action

@@ -121,7 +121,7 @@ class PoolRelief(Pressure):
             givers = [giver for giver in givers if giver.priority >= request.priority]
         # A waiting request can wait for scores, too.
         unscored = request.status == RequestStatus.RUNNING
-        actions = self.choose(givers, missing, frees, unscored=unscored, by_priority=by_priority)
+        actions = self.choose(givers, missing, frees, taker=request, unscored=unscored, by_priority=by_priority)
         free, pool = scheduler.free_blocks, self._cache.block_pool
         # An action may take free blocks of the pool, such as those of the hit.
         taken = [block for blocks in hit for block in blocks if block is not FROM_HOST and not block.is_null]
