@@ -12,6 +12,7 @@ from guard.source import FUNCTIONS
 from vllm_evict.integration import seams
 from vllm_evict.integration.seams import replaces
 
+ROOT = Path(__file__).parents[2]
 #: Fields of vLLM's objects to which the plugin writes values. No function or class of vLLM has such a name.
 FIELDS = {
     # Configuration.
@@ -144,8 +145,7 @@ def test_homes_are_the_modules_that_declare():
 
 
 def test_the_page_has_all_of_them():
-    page = Path(__file__).parents[2] / "docs/seams.md"
-    assert page.read_text().endswith(table())
+    assert (ROOT / "docs/seams.md").read_text().endswith(table())
 
 
 class Theirs:
