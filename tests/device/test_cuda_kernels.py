@@ -401,9 +401,9 @@ def test_passes_decode_in_cuda_where_it_is_asked_for(on_hopper, monkeypatch, ker
 def test_triton_decodes_unless_cuda_is_asked_for(on_hopper, monkeypatch):
     monkeypatch.setattr(decode_cuda, "library", lambda: pytest.fail("nobody asked for it"))
     monkeypatch.delenv("VLLM_EVICT_DECODE")
-    assert Ops()._cuda is None
+    assert Ops().decoding._cuda is None
     monkeypatch.setenv("VLLM_EVICT_DECODE", "triton")
-    assert Ops()._cuda is None
+    assert Ops().decoding._cuda is None
     monkeypatch.setenv("VLLM_EVICT_DECODE", "cutlass")
     with pytest.raises(KVPolicyError, match="got 'cutlass'; expected stock, triton or cuda"):
         Ops()
