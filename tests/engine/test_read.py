@@ -2,7 +2,6 @@
 
 import math
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from vllm_evict.config.retired import _warn_of_old_name, _warn_of_preset
 from vllm_evict.core.blocks import RequestBlocks
 from vllm_evict.features.read import own_blocks
 from vllm_evict.features.read.worker import Read
-from vllm_evict.integration.engine.allocation import Reads, Slots
 from vllm_evict.tools.eval.policies import contenders, servers
 
 #: 8 blocks: 1 of sinks, 2 with recent tokens, 5 that a layer chooses.
@@ -266,34 +264,6 @@ def test_turns_after_one_that_read_less_publish_nothing(request, deep, stock, ma
     (output,) = server.generate([tokens], max_tokens=1)
     assert len(tokens) > 470 and output.num_cached_tokens == 256
     published.compare(1e-4)
-
-
-def test_a_step_that_gets_no_blocks_ends_no_purity():
-    config = KVPolicyConfig.parse({"name": "full", **READ})
-    resident = RequestBlocks(config, None, BLOCK)
-    request = SimpleNamespace(request_id="a", num_computed_tokens=320, num_tokens=322, num_prompt_tokens=300)
-    scheduler = SimpleNamespace(residents={"a": resident}, blocks_of=lambda _: [resident])
-
-    def managed(blocks):
-        pool = SimpleNamespace(cache_full_blocks=None, cache_partial_block=None)
-        coordinator = SimpleNamespace(get_num_blocks_to_allocate=None)
-        cache = SimpleNamespace(block_pool=pool, coordinator=coordinator, empty_kv_cache_blocks=None)
-        cache.allocate_slots = lambda *args, **kwargs: blocks
-        scheduler.slots = Slots(cache)
-        Reads(scheduler)
-        scheduler.slots.replace()
-        return cache
-
-    cache = managed(None)
-    assert cache.allocate_slots(request, 1) is None and resident.pure_tokens is None
-    cache = managed(())
-    cache.allocate_slots(request, 2)
-    assert resident.pure_tokens is None
-    request.num_tokens = 321
-    cache.allocate_slots(request, 1)
-    request.num_computed_tokens, request.num_tokens = 321, 322
-    cache.allocate_slots(request, 1)
-    assert resident.pure_tokens == 320
 
 
 # --- configuration ----------------------------------------------------------------------------------------------------

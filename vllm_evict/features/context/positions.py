@@ -159,7 +159,7 @@ def _capture(
     "vllm.lora.layers.column_parallel_linear:ColumnParallelLinearWithLoRA.forward",
     "vllm.lora.layers.replicated_linear:ReplicatedLinearWithLoRA.forward",
     "vllm.lora.layers.row_parallel_linear:RowParallelLinearWithLoRA.forward",
-    why="in that call adapters have no state yet",
+    why="keys are compared with rotated ones at start, when adapters have no state yet; replaced during that one call",
     remove_when="vLLM's rotary embeddings tell how they rotate",
 )
 def _without_adapter(forward: Callable[..., Any], base: torch.nn.Module) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ...config import KVPolicyConfig
+from ...core.blocks import RequestBlocks
 from ...core.mechanisms import Mechanism
 from ...core.mechanisms.base import decodes, verified
 from ...core.plan import EvictionPlan
@@ -33,14 +34,32 @@ class MakesRoom(Protocol):
         ...
 
 
+class NotesSteps(Protocol):
+    """Notes a request's step before vLLM publishes the blocks that the step fills.
+
+    Attributes:
+        residents: request -> its blocks. Steps are noted while their `pure_tokens` is None.
+    """
+
+    residents: Mapping[str, RequestBlocks]
+
+    def note(self, request: Any, tokens: int, allocation: Mapping[str, Any]) -> None:
+        """Note a step that computes so many tokens; `allocation` has the keyword arguments of `allocate_slots`."""
+        ...
+
+    def withdraw(self, request: Any) -> None:
+        """Take back the note of a step that got no blocks."""
+        ...
+
+
 class Slots:
-    """Tells what mechanisms do where vLLM allocates blocks for a request's step. They set it as they are made.
+    """Has what mechanisms do where vLLM allocates blocks for a request's step. A mechanism adds its part as it is made.
 
     Args:
         cache: vLLM's `KVCacheManager`, of one scheduler.
 
     Attributes:
-        reads: notes the step before its blocks are published; None: nothing has to be noted.
+        notes: notes the step before its blocks are published; None: no mechanism does.
         make_room: called when the pool has too few blocks. vLLM allocates again if it made room.
         count: vLLM's own count of the blocks that a request wants.
         wanted: what it returned last.
@@ -51,7 +70,7 @@ class Slots:
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
-        self.reads: Reads | None = None
+        self.notes: NotesSteps | None = None
         self.make_room: MakesRoom | None = None
         self.count: Callable[..., int] = cache.coordinator.get_num_blocks_to_allocate
         self.wanted = 0
@@ -64,7 +83,7 @@ class Slots:
         publish_part.on(pool, self.published)
         if self.make_room is not None:
             note_wanted.on(self.cache.coordinator, self)
-        if self.reads is not None or self.make_room is not None:
+        if self.notes is not None or self.make_room is not None:
             allocate_slots.on(self.cache, self)
 
     def blocks_of_chunk(self, request: Any, tokens: int, hit: Any, new_computed: int = 0, lookahead: int = 0) -> int:
@@ -94,19 +113,19 @@ def note_wanted(count: Callable[..., int], slots: Slots) -> Callable[..., int]:
     remove_when="vLLM has hooks before an allocation, and between a failed one and the preemption that follows",
 )
 def allocate_slots(allocate: Callable[..., Any], slots: Slots) -> Callable[..., Any]:
-    reads: Any = slots.reads
-    make_room, empty = slots.make_room, slots.cache.empty_kv_cache_blocks
-    residents = reads.residents if reads is not None else {}
+    notes, make_room, empty = slots.notes, slots.make_room, slots.cache.empty_kv_cache_blocks
 
     def allocate_slots(request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
         while True:
-            noted = reads is not None and residents[request.request_id].state.pure_tokens is None
-            if noted:
-                reads.note(request, num_new_tokens, kwargs)
+            noting = notes
+            if noting is not None and noting.residents[request.request_id].state.pure_tokens is not None:
+                noting = None  # nothing can end its purity again
+            if noting is not None:
+                noting.note(request, num_new_tokens, kwargs)
             if (blocks := allocate(request, num_new_tokens, *args, **kwargs)) is not None:
                 return blocks
-            if noted:
-                reads.withdraw(request)
+            if noting is not None:
+                noting.withdraw(request)
             if make_room is None:
                 return None
             hit = (kwargs.get("new_computed_blocks") or empty).blocks
@@ -162,27 +181,19 @@ class Reads(Mechanism):
     def __init__(self, scheduler: EngineView) -> None:
         super().__init__(scheduler)
         self._scheduler, self.residents = scheduler, scheduler.residents
-        scheduler.slots.reads = self
+        scheduler.slots.notes = self
 
     @classmethod
     def serves(cls, config: KVPolicyConfig) -> bool:
         return config.sparse_heads or config.reaches
 
     def note(self, request: Any, tokens: int, allocation: Mapping[str, Any]) -> None:
-        """Note a step of a request that is pure so far; of others nothing can end their purity again.
-
-        Args:
-            request: vLLM's.
-            tokens: that the step computes.
-            allocation: keyword arguments of `allocate_slots`.
-        """
         hit = allocation.get("num_new_computed_tokens", 0) + allocation.get("num_external_computed_tokens", 0)
         first = request.num_computed_tokens + hit
         for blocks in self._scheduler.blocks_of(request.request_id):
             blocks.note_step(first, verified(request, first, tokens), decodes(request, first))
 
     def withdraw(self, request: Any) -> None:
-        """Take back the note of a step that vLLM found no blocks for."""
         self._scheduler.blocks_of(request.request_id)[0].pure_tokens = None
 
     def on_scheduled(self, plan: EvictionPlan, tokens: Mapping[str, int]) -> None:
@@ -210,7 +221,7 @@ def publish_whole(publish: Callable[..., None], listeners: Sequence[Callable[...
 
 @replaces(
     "vllm.v1.core.block_pool:BlockPool.cache_partial_block",
-    why="tells the same of the end of a prompt, which fills a block in part",
+    why="tells that others can hit the end of a prompt, which fills a block in part",
     remove_when="vLLM tells its scheduler what it publishes",
 )
 def publish_part(publish: Callable[..., Any], listeners: Sequence[Callable[..., None]]) -> Callable[..., Any]:

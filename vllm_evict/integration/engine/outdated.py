@@ -30,7 +30,7 @@ class Outdated(Mechanism):
 
     Attributes:
         blocks: outdated blocks of the pool.
-        before_handing_out: called with a block that the pool is about to hand out, while `blocks` has it.
+        before_handing_out: each called with a block that the pool is about to hand out, while `blocks` has it.
     """
 
     def __init__(self, scheduler: EngineView) -> None:
@@ -40,7 +40,7 @@ class Outdated(Mechanism):
         #: Name of an adapter -> what was loaded under it: id, path, and `_state_of` the files.
         self._loaded: dict[str, tuple[Any, ...]] = {}
         self._warned = False
-        self.before_handing_out: Callable[[KVCacheBlock], None] | None = None
+        self.before_handing_out: list[Callable[[KVCacheBlock], None]] = []
         scheduler.slots.published.append(self._note)
         hand_out.on(self._pool, self)
 
@@ -97,8 +97,8 @@ class Outdated(Mechanism):
 )
 def hand_out(evict: Callable[..., bool], outdated: Outdated) -> Callable[..., bool]:
     def evicted(block: KVCacheBlock) -> bool:
-        if outdated.before_handing_out is not None:
-            outdated.before_handing_out(block)
+        for heard in outdated.before_handing_out:
+            heard(block)
         outdated.blocks.discard(block.block_id)
         return bool(evict(block))
 

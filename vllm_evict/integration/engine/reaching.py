@@ -82,7 +82,7 @@ class Reaching(Staging):
         self._ends: set[int] = set()
         if self._caches:
             self._void = self.view.part(Outdated)
-            self._void.before_handing_out = self._keep
+            self._void.before_handing_out.append(self._keep)
             find_on_host.on(pool, self)
             take_from_host.on(self._cache.coordinator, pool)
             if pool.enable_kv_cache_events:
@@ -99,7 +99,7 @@ class Reaching(Staging):
         return f"layers read {blocks}, in {rooms}, {of_room} MiB of the pool for each request"
 
     def _keep(self, block: KVCacheBlock) -> None:
-        """Keep what a block has that leaves the prefix cache, as the pool hands it out."""
+        """Keep the content of a block that leaves the prefix cache, as the pool hands the block out."""
         key, block_id = block.block_hash, block.block_id
         wanted = key is not None and (get_group_id(key) == self._manager.kv_cache_group_id or block_id in self._ends)
         # A block in use leaves the prefix cache because no step computes it, or because it is written next.

@@ -63,8 +63,8 @@ class EvictionMixin(Base):
     (docs/architecture.md, "When an evicted block is used again").
 
     The parts are objects: `mechanisms` decide, `admission` grants policies, `hits` cuts prefix hits, `reports` takes
-    what workers report, `usages` tells the front end, `seats` counts slots of workers, `slots` has what they do where
-    vLLM allocates blocks.
+    what workers report, `usages` tells the front end, `seats` counts slots of workers, `slots` has what mechanisms
+    do where vLLM allocates blocks.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

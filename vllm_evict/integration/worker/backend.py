@@ -117,7 +117,7 @@ def resident_backend(
     @replaces(
         "vllm.v1.attention.backend:AttentionBackend",
         methods="get_builder_cls customize_spec",
-        why="has that builder, and the plugin's KV cache specs; layers of the model get it as theirs",
+        why="builds metadata from views, and has the plugin's KV cache specs; layers of the model get it as theirs",
         remove_when="vLLM lets plugins wrap a backend that it has chosen",
     )
     class ResidentBackend(backend):
@@ -157,11 +157,8 @@ def drafting_backend(backend: Any) -> type:
     return DraftingBackend
 
 
-def working_impl(impl: type, ops: BackendOps, attended: set[Any]) -> type:
-    """Make a subclass of an `AttentionImpl` that does the step's `StepWork`; the stock kernel attends to other rows.
-
-    Its instances have a `PLACE`. Each layer that it attends for is added to `attended`.
-    """
+def without_fused_quant(impl: type) -> type:
+    """Make a subclass of an `AttentionImpl` whose outputs no kernel quantises."""
 
     @replaces(
         "vllm.v1.attention.backend:AttentionImpl",
@@ -169,6 +166,19 @@ def working_impl(impl: type, ops: BackendOps, attended: set[Any]) -> type:
         why="the plugin's decode kernel does not quantise outputs",
         remove_when="never: subclasses may say so",
     )
+    class WithoutFusedQuant(impl):
+        def fused_output_quant_supported(self, quant_key: Any) -> bool:
+            return False
+
+    return WithoutFusedQuant
+
+
+def working_impl(impl: type, ops: BackendOps, attended: set[Any]) -> type:
+    """Make a subclass of an `AttentionImpl` that does the step's `StepWork`; the stock kernel attends to other rows.
+
+    Its instances have a `PLACE`. Each layer that it attends for is added to `attended`.
+    """
+
     @replaces(
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl",
         "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl",
@@ -178,11 +188,7 @@ def working_impl(impl: type, ops: BackendOps, attended: set[Any]) -> type:
         why="does a step's work beside the stock kernel or in its place; a layer's attention becomes one of this class",
         remove_when="vLLM lets plugins wrap a backend that it has chosen",
     )
-    class WorkingImpl(impl):
-        def fused_output_quant_supported(self, quant_key: Any) -> bool:
-            """False: the plugin's decode kernel does not quantise outputs."""
-            return False
-
+    class WorkingImpl(without_fused_quant(impl)):  # type: ignore[misc]  # the backend is known at run time
         def forward(
             self,
             layer: Any,

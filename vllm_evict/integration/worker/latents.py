@@ -112,7 +112,7 @@ def working_latent(layer: type, ops: BackendOps, attended: set[Any], block_size:
     @replaces(
         "vllm.models.kimi_k3.nvidia.mla:MultiHeadLatentAttention",
         methods="_attention",
-        why="the same for Kimi's layer",
+        why="does the step's work around the kernels of Kimi's layer, which becomes one of this class",
         remove_when="vLLM lets backends wrap a whole layer of latents",
     )
     class WorkingKimi(Working):

@@ -59,7 +59,7 @@ def update_states(update: Callable[..., Any], runner: Any, runtime: EvictionRunt
 
 @replaces(
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.update_requests",
-    why="V2: the same",
+    why="V2: holes and moved blocks are written into the runner's block tables",
     remove_when="vLLM's scheduler can tell runners that entries of a block table changed",
 )
 def update_requests(update: Callable[..., None], runner: Any, runtime: EvictionRuntime) -> Callable[..., None]:

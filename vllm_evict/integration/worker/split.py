@@ -16,7 +16,7 @@ from ...compute.probes import LayerCall
 from ...compute.work import HeadSlice, do_together
 from ...config import KVPolicyError
 from ..seams import replaces
-from .backend import PLACE, STEP_WORK
+from .backend import PLACE, STEP_WORK, without_fused_quant
 
 
 @dataclass(slots=True)
@@ -71,21 +71,12 @@ def split_impl(impl: type, parts: list[LayerPart], ops: BackendOps, attended: se
     """
 
     @replaces(
-        "vllm.v1.attention.backend:AttentionImpl",
-        methods="fused_output_quant_supported",
-        why="the plugin's decode kernel does not quantise outputs",
-        remove_when="never: subclasses may say so",
-    )
-    @replaces(
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl",
         methods="forward",
         why="heads of a layer lie in several KV groups; a layer's attention becomes one of this class",
         remove_when="vLLM has KV groups of heads",
     )
-    class SplitImpl(impl):
-        def fused_output_quant_supported(self, quant_key: Any) -> bool:
-            return False
-
+    class SplitImpl(without_fused_quant(impl)):  # type: ignore[misc]  # the backend is known at run time
         def forward(
             self,
             layer: Any,
