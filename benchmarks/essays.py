@@ -17,6 +17,7 @@ is a line of --raw, after the line of its run. A run goes on where another one e
 import argparse
 import json
 import math
+import shlex
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,7 +98,9 @@ def essays_child(spec: dict) -> dict:
     llm = make_llm(Path(options.model), spec["policy"], **engine, logits_processors=[forcing()])
     tokenizer = llm.get_tokenizer()
     whole, body = sentences(options.essays)
-    append(options.raw, [{"run": spec["run"], "engine": engine, "conditions": conditions()}])
+    append(
+        options.raw, [{"run": spec["run"], "engine": engine, "conditions": conditions() | {"command": spec["command"]}}]
+    )
     for task, tokens, number, *more in batches(spec["cells"]):
         some = [number, *more]
         if task == "text":
@@ -267,7 +270,10 @@ def main() -> None:
         return print("\n\n".join(f"<!-- {table.__name__} -->\n{table(found)}" for table in TABLES))
     for setting, policy, cells in missing(options):
         run = sum("task" not in json.loads(line) for line in raw.read_text().splitlines()) if raw.exists() else 0
-        spec = {"policy": policy, "setting": setting, "cells": cells, "run": run, "options": vars(options)}
+        asked = " ".join(":".join(map(str, each)) for each in options.cells)
+        command = f"python benchmarks/essays.py MODEL ESSAYS --cells {asked} --settings {shlex.quote(setting)}"
+        spec = {"policy": policy, "setting": setting, "cells": cells, "run": run, "command": command}
+        spec["options"] = vars(options)
         in_child("essays", spec, {"VLLM_PLUGINS": ""} if policy is None else {})
         print(f"{setting}: {[(task, tokens, len(numbers)) for task, tokens, numbers in cells]}", flush=True)
     return None
